@@ -1,0 +1,68 @@
+# make demo    own venv, install, then repack -> inspect -> verify -> run on the shipped checkpoint
+# make test    the fast tests (no torch)
+# make oracle  recompute the oracles with torch and transformers
+# make lint    ruff, mypy, clang-format, C warnings as errors
+# make wheel   build the wheel, install it into an empty environment and use it there
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt csrc/binding.py $(wildcard colibri_tools/_cdef*.h csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c)
+DEMO := build/demo
+
+.PHONY: demo demo-chat dev test oracle lint format wheel clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check 'scikit-build-core>=0.10,<2' 'cffi>=1.16,<3' 'cmake>=3.26' ninja
+
+# An editable install: from this folder a wheel would be shadowed by the source tree.
+$(VENV)/.installed: $(SOURCES) | $(BIN)/python
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e '.[test]'
+	@touch $@
+
+dev: $(VENV)/.installed
+
+demo: $(VENV)/.installed
+	@mkdir -p $(DEMO)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh fixtures/demo.sh $(DEMO)
+
+demo-chat: $(VENV)/.installed
+	@mkdir -p $(DEMO)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh fixtures/demo_chat.sh $(DEMO)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q --ignore=tests/oracle $(PYTEST_ARGS)
+
+$(VENV)/.oracle: $(VENV)/.installed
+	$(BIN)/pip install -q --disable-pip-version-check 'torch==2.13.0' 'transformers>=5.5,<6'
+	@touch $@
+
+oracle: $(VENV)/.oracle
+	$(BIN)/python tests/oracle/make_oracle.py --check
+	$(BIN)/python -m pytest -q tests/oracle $(PYTEST_ARGS)
+
+$(VENV)/.lint: $(VENV)/.installed
+	$(BIN)/pip install -q --disable-pip-version-check 'ruff>=0.9,<1' 'mypy>=1.14,<3' 'clang-format>=18,<24'
+	@touch $@
+
+C_FILES = $(wildcard csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c tests/c/*.c tests/bench/*.c)
+
+lint: $(VENV)/.lint
+	@mkdir -p build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+	$(CC) -std=c11 -D_GNU_SOURCE -O2 -ffp-contract=off -Wall -Wextra -Wshadow -Wconversion -Werror -Icsrc -Iruntime/include -Iruntime/src \
+	  -o build/lint-colibri-run csrc/*.c runtime/src/*.c runtime/tools/*.c -lpthread -lm
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format -q .
+	$(BIN)/clang-format -i $(C_FILES)
+
+wheel: $(VENV)/.installed
+	sh tests/wheel.sh $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist
