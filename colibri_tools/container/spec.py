@@ -1,0 +1,80 @@
+"""The keys of the spec (docs/format.md, section 7) and the rules about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from colibri_tools.container.checks import RuleError
+from colibri_tools.container.kv import KvType
+from colibri_tools.errors import quote
+
+__all__ = ["OPTIONAL_SPEC_KEYS", "SPEC_KEYS", "check_spec"]
+
+SPEC_KEYS: Mapping[str, KvType] = {
+    "family": KvType.STRING,
+    "source_kind": KvType.STRING,
+    "executable": KvType.BOOL,
+    "executable_lacks": KvType.STRING,
+    "order": KvType.STRING,
+    "n_layers": KvType.U64,
+    "n_mtp_layers": KvType.U64,
+    "hidden_size": KvType.U64,
+    "vocab_size": KvType.U64,
+    "context_length": KvType.U64,
+    "top_k": KvType.U64,
+    "expert_width": KvType.U64,
+    "total_params": KvType.U64,
+    "active_params": KvType.U64,
+    "moe_layers": KvType.U64_ARRAY,
+    "tokenizer": KvType.STRING,
+    "bos_id": KvType.I64,
+    "eos_ids": KvType.U64_ARRAY,
+    "n_tokens": KvType.U64,
+    "graph.attention": KvType.STRING,
+    "graph.n_heads": KvType.U64,
+    "graph.n_kv_heads": KvType.U64,
+    "graph.head_dim": KvType.U64,
+    "graph.attention_scale": KvType.F64,
+    "graph.qkv_bias": KvType.BOOL,
+    "graph.o_bias": KvType.BOOL,
+    "graph.qk_norm": KvType.STRING,
+    "graph.clip_qkv": KvType.F64,
+    "graph.windows": KvType.U64_ARRAY,
+    "graph.norm": KvType.STRING,
+    "graph.norm_eps": KvType.F64,
+    "graph.rope_dim": KvType.U64,
+    "graph.rope_pairing": KvType.STRING,
+    "graph.rope_inv_freq": KvType.F64_ARRAY,
+    "graph.rope_factor": KvType.F64,
+    "graph.activation": KvType.STRING,
+    "graph.router_score": KvType.STRING,
+    "graph.router_norm": KvType.BOOL,
+    "graph.router_scale": KvType.F64,
+    "graph.shared_width": KvType.U64,
+    "graph.shared_gated": KvType.BOOL,
+    "graph.dense_width": KvType.U64,
+}
+"""Every key of the page with its type. Pass it to `encode_kv`, so that 1 is stored as f64 where
+the page says so."""
+
+OPTIONAL_SPEC_KEYS = frozenset({"executable_lacks"})
+
+_RULE = 12
+
+
+def check_spec(values: Mapping[str, Any], types: Mapping[str, KvType]) -> None:
+    """Check that every key of the page is there with its type (rule 12). Raises RuleError."""
+    for key, kind in SPEC_KEYS.items():
+        found = types.get(key)
+        if found is kind or (found is None and key in OPTIONAL_SPEC_KEYS):
+            continue
+        shown = "no such key" if found is None else found.name.lower()
+        raise RuleError(_RULE, "spec", f"key {quote(key)}", kind.name.lower(), shown)
+    moe_layers = values["moe_layers"]
+    if len(moe_layers) != values["n_layers"]:
+        raise RuleError(
+            _RULE, "spec", "key 'moe_layers': elements", values["n_layers"], len(moe_layers)
+        )
+    if any(flag > 1 for flag in moe_layers):
+        raise RuleError(_RULE, "spec", "key 'moe_layers'", "0 or 1 per layer", max(moe_layers))
