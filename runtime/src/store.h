@@ -1,0 +1,110 @@
+/* The expert store: expert blocks of an open container, read on demand into a bounded cache.
+ *
+ * The caller names the experts of one row that it needs, and gets them one at a time: those in memory first, while the
+ * others are being read. It computes with each and releases it:
+ *
+ *     clb_store_begin(store, row, experts, n);
+ *     for (;;) {
+ *       clb_expert e;
+ *       clb_store_status status = clb_store_next(store, &e);
+ *       if (status != CLB_STORE_READY) break;  // CLB_STORE_DONE, or CLB_STORE_FAILED: clb_store_error(store)
+ *       ... use e.data, compute into the output of position e.slot ...
+ *       clb_store_release(store, e.slot);
+ *     }
+ *     clb_store_end(store);
+ *
+ * A request may name more experts than the cache holds: it is then served in waves, each release making room for the
+ * next read. A caller may hold several experts at once; when those held leave no room for another one,
+ * clb_store_next returns CLB_STORE_FULL and wants a release first. It never waits for anything but a read.
+ *
+ * Bytes do not depend on the cache: every block handed out is the container's payload, whatever was evicted before.
+ *
+ * One thread at a time calls a store; reading happens on the store's own threads. Stores share nothing with one
+ * another. Nothing here prints, exits or looks at the environment.
+ */
+#ifndef COLIBRI_STORE_H
+#define COLIBRI_STORE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "container.h"
+
+typedef struct clb_store clb_store;
+
+// What a cache for this container costs; bytes are whole pages.
+typedef struct {
+  uint64_t minimum_bytes;  // the two largest blocks: one being used, one being read
+  uint64_t token_bytes;    // top_k blocks of every main row, as large as its largest: what one token can touch
+  uint64_t all_bytes;      // every block
+  uint64_t n_blocks;
+} clb_store_sizes;
+
+void clb_store_measure(const clb_container *container, clb_store_sizes *out);
+
+typedef enum {
+  CLB_CHECK_FIRST = 0,  // compare a block's CRC the first time it is read
+  CLB_CHECK_ALWAYS,     // every time
+  CLB_CHECK_NEVER,
+} clb_check;
+
+enum { CLB_STORE_MAX_IO_THREADS = 64 };
+
+typedef struct {
+  uint64_t cache_bytes;  // at least minimum_bytes; what exceeds all_bytes is not used
+  uint32_t io_threads;   // 1 ... CLB_STORE_MAX_IO_THREADS; 0: the default, 2
+  clb_check check;
+} clb_store_options;
+
+/* Reserves the cache and starts the reading threads. The container must outlive the store. NULL, and a one-line
+ * `error`, on failure. */
+clb_store *clb_store_open(const clb_container *container, const clb_store_options *options, char *error,
+                          size_t error_bytes);
+void clb_store_close(clb_store *store);  // also in the middle of a request; NULL is fine
+
+/* What the last call that failed had to say; "" when none did. Valid until the next call. */
+const char *clb_store_error(const clb_store *store);
+
+typedef struct {
+  size_t slot;               // position in the list given to clb_store_begin
+  uint32_t expert;           // experts[slot]
+  const uint8_t *data;       // the payload, at a multiple of 4096; part p at data + layout->parts[p].offset
+  const clb_layout *layout;  // the container's
+} clb_expert;
+
+typedef enum {
+  CLB_STORE_FAILED = -1,
+  CLB_STORE_DONE = 0,  // every expert of the request was handed out
+  CLB_STORE_READY = 1,
+  CLB_STORE_FULL = 2,  // release one of the experts you hold, then ask again
+} clb_store_status;
+
+/* Starts reading what is missing of `experts[n]`, distinct experts of `row`. False, and an error text, when the row or
+ * an expert does not exist, one is named twice, or a request is open already. The list is copied. */
+bool clb_store_begin(clb_store *store, size_t row, const uint32_t *experts, size_t n);
+
+/* The next expert of the request, pinned until it is released. A block that cannot be read, or that fails its check,
+ * ends the request: CLB_STORE_FAILED, and the text names layer, expert, offset and cause. Experts still held stay
+ * valid until clb_store_end; the store can be used for further requests. */
+clb_store_status clb_store_next(clb_store *store, clb_expert *out);
+void clb_store_release(clb_store *store, size_t slot);  // of an expert that is held; others are left alone
+
+/* Ends the request, releasing what is still held. May come at any time, also without a request. */
+void clb_store_end(clb_store *store);
+
+typedef struct {
+  const char *backend;  // "pread"
+  bool direct;          // past the page cache
+  const char *reason;   // why not direct; "" when it is
+  uint64_t reads, bytes_read;
+  uint64_t hits, misses;  // requested experts that were in memory, and that were not
+  uint64_t evictions;
+  uint64_t wait_ns;      // spent in clb_store_next waiting for reads
+  uint64_t cache_bytes;  // the bound in force
+  uint64_t used_bytes;   // of it, blocks in memory now
+} clb_store_metrics;
+
+void clb_store_get_metrics(const clb_store *store, clb_store_metrics *out);
+
+#endif
