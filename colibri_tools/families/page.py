@@ -1,0 +1,118 @@
+"""docs/families.md, generated from the family table: `python -m colibri_tools.families.page`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from colibri_tools.families.common import DROPS, REFUSALS
+from colibri_tools.families.schema import REQUIRED, ExpertRule, Family, Form
+from colibri_tools.families.table import FAMILIES
+
+__all__ = ["families_page"]
+
+_INTRO = """\
+# Families
+
+Generated from the family table (`colibri_tools/families/table.py`) by `python -m
+colibri_tools.families.page`; a test keeps this page and the table equal. A family is a
+description, not a program: names of tensors, how experts are written, names and defaults of
+hyper-parameters, and the switches of the graph. The engine knows only the switches
+(docs/format.md, section 7).
+
+Any other model whose experts follow a known naming pattern (per expert, fused, or stacked GGUF
+tensors) can be repacked, inspected and verified; `run` refuses it and says what it lacks.
+
+| family | Hugging Face `model_type` | GGUF architecture | router | q/k norm |
+| --- | --- | --- | --- | --- |
+"""
+
+_ORACLE = """
+Each family is proven against transformers in float32, from both kinds of source, at every
+position of a 48-token prompt (`tests/test_logits.py`; values by `tests/oracle/make_oracle.py`),
+and every stored tensor is shown to matter (`tests/test_mutation.py`).
+
+## What is executed
+
+Grouped-query attention with a sliding window per layer, RMS norm, rope (default, linear, llama3
+and yarn scaling, which become angular frequencies at conversion), SiLU-gated experts, softmax
+routing with and without normalised weights, shared experts with and without a sigmoid gate, dense
+layers between MoE layers, tied output matrices, biases of attention projections. Weights of every
+type that gguf decodes. Rope scaling that depends on the length of the text (dynamic, longrope) is
+refused by `run`.
+
+## Written forms of experts
+"""
+
+
+def families_page() -> str:
+    """Return the page as Markdown."""
+    parts = [_INTRO, *map(_row, FAMILIES), _ORACLE, *_forms(), *_defaults(), *_rules()]
+    return "".join(parts)
+
+
+def _row(family: Family) -> str:
+    norms = {form.defaults["router_norm"] for form in (family.hf, family.gguf)}
+    norm = "weights normalised" if norms == {True} else "weights normalised if the source says so"
+    hf, gguf = (", ".join(f"`{i}`" for i in form.ids) for form in (family.hf, family.gguf))
+    router = f"{family.graph['router_score']}, top-k, {norm}"
+    return f"| {family.name} | {hf} | {gguf} | {router} | {family.graph['qk_norm']} |\n"
+
+
+def _forms() -> Iterator[str]:
+    """The written forms, each with the families that share it."""
+    users: dict[tuple[ExpertRule, ...], list[str]] = {}
+    for family in FAMILIES:
+        for kind, form in (("Hugging Face", family.hf), ("GGUF", family.gguf)):
+            users.setdefault(form.experts, []).append(f"{family.name} ({kind})")
+    for rules, names in users.items():
+        yield f"\n**{', '.join(names)}**\n\n"
+        for rule in rules:
+            parts = " above ".join(part.label for part in rule.parts)
+            shape = "[experts, outputs, inputs]" if rule.stacked else "[outputs, inputs]"
+            yield f"- `{rule.pattern}`: {parts}, {shape}\n"
+
+
+def _defaults() -> Iterator[str]:
+    yield (
+        "\n## Defaults\n\nWhat a hyper-parameter is when the source does not state it, as"
+        " transformers and llama.cpp resolve it.\nThe value used is written into the container.\n\n"
+        "| family | source | defaults |\n| --- | --- | --- |\n"
+    )
+    for family in FAMILIES:
+        for kind, form in (("Hugging Face", family.hf), ("GGUF", family.gguf)):
+            yield f"| {family.name} | {kind} | {_stated(form)} |\n"
+
+
+def _stated(form: Form) -> str:
+    shown = {
+        name: value
+        for name, value in form.defaults.items()
+        if name in form.keys and value is not REQUIRED and value not in (None, ())
+    }
+    return ", ".join(f"{name} {_text(value)}" for name, value in shown.items())
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return "/".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _rules() -> Iterator[str]:
+    yield "\n## Left out by a named rule\n\n| rule | names | why |\n| --- | --- | --- |\n"
+    for drop in DROPS:
+        yield f"| {drop.name} | `{_cell(drop.regex)}` | {drop.why} |\n"
+    yield (
+        "\n## Refused by name\n\nStorage schemes whose numbers cannot be carried as they are.\n\n"
+        "| scheme | names |\n| --- | --- |\n"
+    )
+    for refusal in REFUSALS:
+        yield f"| {refusal.scheme} | `{_cell(refusal.regex)}` |\n"
+
+
+def _cell(regex: str) -> str:
+    return regex.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(families_page(), end="")

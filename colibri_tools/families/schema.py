@@ -1,0 +1,143 @@
+"""The shape of a family description: what a row of the family table can say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from colibri_tools.container.format import Group, PartRole, Role
+
+__all__ = [
+    "REQUIRED",
+    "DropRule",
+    "ExpertRule",
+    "Family",
+    "Form",
+    "Key",
+    "KeyKind",
+    "Prefix",
+    "RefuseRule",
+    "TensorRule",
+    "Where",
+]
+
+REQUIRED: Final = object()
+"""The default of a hyper-parameter that has none: a source without it is refused."""
+
+Where = Literal["model", "layer", "moe", "dense"]
+"""How often a tensor occurs: once, in every layer, in every MoE layer, in every dense layer."""
+
+KeyKind = Literal["int", "float", "bool", "str", "ints", "strs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Where one hyper-parameter is written: `names` are tried in order, null counts as absent.
+
+    Names of a GGUF form may hold `{arch}`.
+    """
+
+    kind: KeyKind
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRule:
+    """One tensor outside the experts.
+
+    `pattern` is a dotted name with `{layer}` where a number stands. `shape` names dimensions, outer
+    first: vocab, hidden, q, kv, head, experts, shared, dense, rope, or "1". A tensor with a
+    `feature` is there in all its layers or in none, and its presence turns that switch on.
+    """
+
+    pattern: str
+    role: Role
+    where: Where
+    shape: tuple[str, ...]
+    feature: str | None = None
+    group: Group = Group.EVERY_TOKEN
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRule:
+    """One written form of expert weights, as [outputs, inputs], inputs contiguous.
+
+    With `{expert}` in the pattern the tensor belongs to one expert, without it is a stack
+    [experts, outputs, inputs]. Several `parts` lie below each other on the output axis.
+    """
+
+    pattern: str
+    parts: tuple[PartRole, ...]
+
+    @property
+    def stacked(self) -> bool:
+        """True if one tensor holds all experts of its layer."""
+        return "{expert}" not in self.pattern
+
+
+@dataclass(frozen=True, slots=True)
+class DropRule:
+    """Source tensors that are left out on purpose: a name, a regular expression, and why."""
+
+    name: str
+    regex: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseRule:
+    """Source tensors whose presence means a storage scheme that cannot be carried."""
+
+    regex: str
+    scheme: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A way the same names are nested: a prefix for the body, and those of the output matrix."""
+
+    body: str
+    heads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a family is written in one kind of source.
+
+    `ids` are model types (Hugging Face) or architectures (GGUF), `architectures` class names for
+    configs without a model type. `tensors` with where="model" and role OUTPUT take the head prefix.
+    `defaults` give the value of a hyper-parameter whose key is absent, as the reference
+    implementation of that source kind resolves it. `windows` says which layers the sliding window
+    applies to. `layer_kinds` is False where metadata does not tell dense from MoE layers.
+    """
+
+    ids: tuple[str, ...]
+    tensors: tuple[TensorRule, ...]
+    experts: tuple[ExpertRule, ...]
+    keys: Mapping[str, Key]
+    defaults: Mapping[str, Any]
+    rope_pairing: Literal["half", "adjacent"]
+    architectures: tuple[str, ...] = ()
+    prefixes: tuple[Prefix, ...] = (Prefix("", ("",)),)
+    drops: tuple[DropRule, ...] = ()
+    windows: Literal["all", "layer_types", "none"] = "all"
+    layer_kinds: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One row of the table: how a family is written, and the switches its graph needs.
+
+    `graph` holds spec keys (without `graph.`) that are constants of the family.
+    """
+
+    name: str
+    hf: Form
+    gguf: Form
+    graph: Mapping[str, Any] = field(default_factory=dict)
+
+    def form(self, source_kind: str) -> Form:
+        """Return the description for "safetensors" or "gguf"."""
+        return self.gguf if source_kind == "gguf" else self.hf

@@ -1,0 +1,345 @@
+"""The repack command: a checkpoint becomes one container, its numbers carried over bit for bit."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colibri_tools.container.layout import Accounting
+from colibri_tools.container.writer import ContainerWriter, check_output, check_space
+from colibri_tools.dtypes import DType
+from colibri_tools.errors import JobError, SourceError, UsageError, quote
+from colibri_tools.planner import (
+    BlockTask,
+    RepackOptions,
+    RepackPlan,
+    Task,
+    TensorTask,
+    plan_repack,
+)
+from colibri_tools.sources import Source, open_source
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["RepackResult", "repack"]
+
+Progress = Callable[[int, int], None]
+
+CHUNK_BYTES = 16 << 20
+"""Resident tensors pass through memory in pieces of at most this size."""
+
+BUFFER_BUDGET = 192 << 20
+"""All buffers together, unless a single block is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepackResult:
+    """What a repack did, or would do (`dry_run`). `dropped` maps rules to source tensor names."""
+
+    out: Path
+    dry_run: bool
+    id: str
+    source_kind: str
+    family: str
+    why: str
+    executable: bool
+    n_layers: int
+    n_moe_layers: int
+    experts_per_layer: tuple[int, ...]
+    n_blocks: int
+    n_tensors: int
+    total_params: int
+    active_params: int
+    accounting: Accounting
+    file_bytes: int
+    threads: int
+    seconds: float
+    bytes_per_second: float
+    types: dict[str, int]
+    dropped: dict[str, list[str]]
+    missing_blobs: tuple[str, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that strict JSON can hold."""
+        return {**asdict(self), "out": str(self.out)}
+
+    def render(self, console: Console) -> None:
+        """Print a summary for a person."""
+        from colibri_tools.repack_view import render_repack  # late: only people need rich
+
+        render_repack(self, console)
+
+
+def repack(
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    align: int = 4096,
+    threads: int = 0,
+    dry_run: bool = False,
+    force: bool = False,
+    hash_sources: bool = False,
+    progress: Progress | None = None,
+) -> RepackResult:
+    """Repack the checkpoint `src` into the container `out`.
+
+    `threads` 0 means all cores; the result does not depend on it. `progress` is called with bytes
+    done and in total. `hash_sources` records the SHA-256 of whole source files. With `dry_run`
+    everything is planned and checked and nothing is written.
+
+    Raises SourceError (the source is incomplete, unsupported or has NaN or Inf), FormatError (a
+    file of it is broken), UsageError (options, an output that exists or is an input), JobError
+    (space, memory, a failing write). No output file is left behind by any of them.
+    """
+    started = time.monotonic()
+    if threads < 0:
+        raise UsageError(f"threads: expected 0 or more, found {threads}")
+    with open_source(os.fspath(src)) as source:
+        check_output(out, force=force, forbid_identities=source.identities())
+        meter = _Meter(progress)
+        if hash_sources and not dry_run:
+            meter.total += sum(file.size for file in source.files)
+            digests = tuple(digest for _, digest in source.hash_files(meter.add))
+            options = RepackOptions(align, digests)
+        else:
+            options = RepackOptions(align)
+        plan = plan_repack(source, options)
+        n_threads = _thread_count(threads, plan)
+        container_id = ""
+        if dry_run:
+            check_space(out, plan.container.file_size)
+        else:
+            meter.total += plan.payload_bytes
+            container_id = _execute(plan, source, Path(out), force, n_threads, meter)
+    seconds = time.monotonic() - started
+    return _result(plan, source, Path(out), dry_run, container_id, n_threads, seconds)
+
+
+class _Meter:
+    """Adds up bytes from several threads and tells the callback."""
+
+    def __init__(self, callback: Progress | None) -> None:
+        self.total = 0
+        self._done = 0
+        self._callback = callback
+        self._lock = threading.Lock()
+
+    def add(self, n_bytes: int) -> None:
+        with self._lock:
+            self._done += n_bytes
+            if self._callback is not None:
+                self._callback(self._done, self.total)
+
+
+def _thread_count(wanted: int, plan: RepackPlan) -> int:
+    """Return how many threads may each hold a block within the budget. Raises JobError."""
+    buffer_bytes = max(plan.largest_block, 1)
+    available = _available_memory()
+    if available is not None and buffer_bytes > available:
+        raise JobError(
+            f"an expert block of {buffer_bytes} bytes does not fit into the {available} bytes of "
+            "available memory"
+        )
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(wanted or cores, len(plan.tasks), BUFFER_BUDGET // buffer_bytes))
+
+
+def _available_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+# ---------------------------------------------------------------- execution
+
+
+def _execute(
+    plan: RepackPlan, source: Source, out: Path, force: bool, n_threads: int, meter: _Meter
+) -> str:
+    """Copy everything, seal the container and return its id."""
+    with ContainerWriter(
+        plan.container, out, force=force, forbid_identities=source.identities()
+    ) as writer:
+        source.advise_sequential()
+        _Copier(plan, source, writer, meter).run(n_threads)
+        source.check_unchanged()
+        return writer.seal()
+
+
+class _Copier:
+    """Runs the tasks in order of the source, each thread with one buffer of its own."""
+
+    def __init__(
+        self, plan: RepackPlan, source: Source, writer: ContainerWriter, meter: _Meter
+    ) -> None:
+        self._source = source
+        self._writer = writer
+        self._meter = meter
+        self._tasks: Iterator[Task] = iter(plan.tasks)
+        self._buffer_bytes = plan.largest_block
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._reads_left = Counter(
+            read.tensor.name
+            for task in plan.tasks
+            if isinstance(task, BlockTask)
+            for read in task.reads
+        )
+
+    def run(self, n_threads: int) -> None:
+        """Run all tasks; after the first error no new one is begun and it is raised."""
+        with ThreadPoolExecutor(n_threads, thread_name_prefix="repack") as pool:
+            futures = [pool.submit(self._work) for _ in range(n_threads)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+            finally:
+                self._stop.set()
+        for future in futures:
+            future.result()
+
+    def _work(self) -> None:
+        buffer = memoryview(bytearray(self._buffer_bytes))
+        while not self._stop.is_set():
+            with self._lock:
+                task = next(self._tasks, None)
+            if task is None:
+                return
+            if isinstance(task, BlockTask):
+                self._copy_block(task, buffer[: task.n_bytes])
+            else:
+                self._writer.write_tensor(task.name, self._chunks(task))
+                self._source.drop(task.tensor)
+
+    def _copy_block(self, task: BlockTask, block: memoryview) -> None:
+        end = 0
+        for read in task.reads:
+            block[end : read.offset] = bytes(read.offset - end)
+            end = read.offset + read.n_bytes
+            part = block[read.offset : end]
+            self._source.read_into(read.tensor, read.start, part)
+            n_weights = read.rows * read.cols
+            bad = _find_nonfinite(read.tensor.dtype, part, n_weights)
+            if bad is not None:
+                first_weight = read.start // read.tensor.dtype.block_bytes
+                index = first_weight * read.tensor.dtype.block_weights + bad[0]
+                place = f"layer {task.layer} expert {task.expert} {read.part.label}"
+                raise _not_finite(read.tensor, index, bad[1], place, divmod(bad[0], read.cols))
+        self._writer.write_block(task.row, task.expert, block)
+        self._meter.add(task.n_bytes)
+        for read in task.reads:
+            self._done_reading(read.tensor.name)
+
+    def _done_reading(self, name: str) -> None:
+        with self._lock:
+            self._reads_left[name] -= 1
+            finished = self._reads_left[name] == 0
+        if finished:
+            self._source.drop(self._source.tensor(name))
+
+    def _chunks(self, task: TensorTask) -> Iterator[memoryview]:
+        """Yield a tensor piece by piece, each checked before it is written."""
+        dtype = task.tensor.dtype
+        step = CHUNK_BYTES // dtype.block_bytes * dtype.block_bytes
+        buffer = memoryview(bytearray(min(step, task.n_bytes)))
+        for start in range(0, task.n_bytes, step):
+            chunk = buffer[: min(step, task.n_bytes - start)]
+            self._source.read_into(task.tensor, start, chunk)
+            n_weights = len(chunk) // dtype.block_bytes * dtype.block_weights
+            bad = _find_nonfinite(dtype, chunk, n_weights) if task.checked else None
+            if bad is not None:
+                index = start // dtype.block_bytes * dtype.block_weights + bad[0]
+                raise _not_finite(task.tensor, index, bad[1], task.name, None)
+            yield chunk
+            self._meter.add(len(chunk))
+
+
+def _find_nonfinite(dtype: DType, buffer: memoryview, n_weights: int) -> tuple[int, float] | None:
+    """Return the index and the value of the first weight that is NaN or infinite, or None."""
+    from colibri_tools import native
+
+    index = native.find_nonfinite(dtype.id, buffer, n_weights)
+    if index is None:
+        return None
+    block, rest = divmod(index, dtype.block_weights)
+    start = block * dtype.block_bytes
+    values = native.dequantize(
+        dtype.id, buffer[start : start + dtype.block_bytes], dtype.block_weights
+    )
+    return index, float(values[rest])
+
+
+def _not_finite(
+    tensor: Any, index: int, value: float, place: str, inner: tuple[int, int] | None
+) -> SourceError:
+    position = []
+    for dim in reversed(tensor.shape):
+        index, rest = divmod(index, dim)
+        position.append(rest)
+    where = ", ".join(str(number) for number in reversed(position))
+    within = "" if inner is None else f" [{inner[0]}, {inner[1]}]"
+    return SourceError(
+        f"tensor {quote(tensor.name)}: {value} at [{where}] ({place}{within}); the checkpoint is "
+        "damaged, fetch or save it again"
+    )
+
+
+# ---------------------------------------------------------------- result
+
+
+def _result(
+    plan: RepackPlan,
+    source: Source,
+    out: Path,
+    dry_run: bool,
+    container_id: str,
+    n_threads: int,
+    seconds: float,
+) -> RepackResult:
+    container, mapping = plan.container, plan.mapping
+    types: Counter[str] = Counter()
+    for task in plan.tasks:
+        if isinstance(task, BlockTask):
+            for read in task.reads:
+                types[read.tensor.dtype.name] += read.n_bytes
+        else:
+            types[task.tensor.dtype.name] += task.n_bytes
+    file_bytes = container.file_size
+    return RepackResult(
+        out=out,
+        dry_run=dry_run,
+        id=container_id,
+        source_kind=source.kind,
+        family=mapping.family,
+        why=mapping.why,
+        executable=mapping.spec["executable"],
+        n_layers=mapping.spec["n_layers"],
+        n_moe_layers=sum(mapping.spec["moe_layers"]),
+        experts_per_layer=tuple(row.n_experts for row in container.rows),
+        n_blocks=container.n_blocks,
+        n_tensors=len(container.tensors),
+        total_params=mapping.spec["total_params"],
+        active_params=mapping.spec["active_params"],
+        accounting=container.accounting(),
+        file_bytes=file_bytes,
+        threads=n_threads,
+        seconds=seconds,
+        bytes_per_second=0.0 if dry_run else file_bytes / max(seconds, 1e-9),
+        types=dict(sorted(types.items())),
+        dropped=mapping.dropped,
+        missing_blobs=tuple(source.missing_blobs),
+        warnings=tuple(mapping.warnings),
+        notes=tuple(mapping.notes),
+    )

@@ -1,0 +1,53 @@
+"""How the result of a repack looks on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from colibri_tools.output import format_bytes, format_count
+from colibri_tools.repack import RepackResult
+
+__all__ = ["render_repack"]
+
+
+def render_repack(result: RepackResult, console: Console) -> None:
+    """Print a summary: what was made, of what, and where its bytes are."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _rows(result):
+        table.add_row(label, value)
+    console.print(table)
+
+
+def _rows(result: RepackResult) -> list[tuple[str, str]]:
+    parts = result.accounting
+    head = "would write" if result.dry_run else "written"
+    rows = [
+        (head, f"{escape(str(result.out))} ({format_bytes(result.file_bytes)})"),
+        ("family", escape(f"{result.family}: {result.why}")),
+        ("layers", f"{result.n_layers}, {result.n_moe_layers} with experts"),
+        ("experts", f"{result.n_blocks} blocks, {format_bytes(parts.expert_bytes)}"),
+        ("resident", f"{result.n_tensors} tensors, {format_bytes(parts.resident_bytes)}"),
+        ("padding", f"{format_bytes(parts.padding_bytes)} ({parts.padding_share:.2%})"),
+        ("parameters", f"{format_count(result.total_params)}, {_active(result)} per token"),
+        ("types", ", ".join(f"{name} {format_bytes(n)}" for name, n in result.types.items())),
+    ]
+    if result.dropped:
+        rows.append(("left out", escape(_dropped(result))))
+    if result.id:
+        rows.append(("id", result.id))
+    if not result.dry_run:
+        speed = f"{format_bytes(round(result.bytes_per_second))}/s"
+        rows.append(("time", f"{result.seconds:.1f} s, {speed}, {result.threads} threads"))
+    return rows
+
+
+def _active(result: RepackResult) -> str:
+    return format_count(result.active_params)
+
+
+def _dropped(result: RepackResult) -> str:
+    return ", ".join(f"{len(names)} by {rule}" for rule, names in result.dropped.items())
