@@ -1,0 +1,138 @@
+/* The declarations of runtime/include/colibri.h, for cffi; a test compares the two. */
+#define COLIBRI_ERROR_BYTES 1024
+
+typedef enum {
+  COLIBRI_OK = 0,
+  COLIBRI_ERROR_ARGUMENT = 1,
+  COLIBRI_ERROR_FORMAT = 2,
+  COLIBRI_ERROR_UNSUPPORTED = 3,
+  COLIBRI_ERROR_MEMORY = 4,
+  COLIBRI_ERROR_IO = 5,
+  COLIBRI_ERROR_NUMERIC = 6,
+  COLIBRI_CANCELLED = 7,
+  COLIBRI_BUSY = 8,
+} colibri_status;
+
+const char *colibri_version(void);
+
+const char *colibri_status_name(colibri_status status);
+
+typedef struct {
+  size_t struct_bytes;
+  uint32_t n_threads;
+  uint32_t io_threads;
+  uint64_t ctx;
+  uint64_t batch_size;
+  uint64_t expert_cache_bytes;
+  bool skip_checksums;
+} colibri_options;
+
+void colibri_options_init(colibri_options *options);
+
+typedef struct {
+  uint64_t ctx;
+  uint64_t context_length;
+  uint64_t metadata_bytes;
+  uint64_t resident_bytes;
+  uint64_t kv_bytes;
+  uint64_t cache_bytes;
+  uint64_t min_cache_bytes;
+  uint64_t all_experts_bytes;
+  uint64_t scratch_bytes;
+  uint64_t total_bytes;
+  uint64_t available_bytes;
+} colibri_memory;
+
+colibri_status colibri_estimate(const char *path, const colibri_options *options, colibri_memory *memory,
+                                            char *error, size_t error_bytes);
+
+typedef struct colibri_model colibri_model;
+
+colibri_status colibri_open(const char *path, const colibri_options *options, colibri_model **model,
+                                        char *error, size_t error_bytes);
+
+void colibri_close(colibri_model *model);
+
+const char *colibri_error(const colibri_model *model);
+
+typedef struct {
+  uint64_t n_layers, n_moe_layers, hidden_size;
+  uint64_t vocab_size;
+  uint64_t n_tokens;
+  uint64_t top_k, max_experts;
+  uint64_t context_length;
+  uint64_t ctx, batch_size;
+  uint32_t n_threads;
+  int64_t bos_id;
+  const uint64_t *eos_ids;
+  size_t n_eos_ids;
+  const char *kernels;
+} colibri_info;
+
+void colibri_get_info(const colibri_model *model, colibri_info *info);
+
+void colibri_get_memory(const colibri_model *model, colibri_memory *memory);
+
+bool colibri_is_eos(const colibri_model *model, uint64_t token);
+
+colibri_status colibri_check_input(colibri_model *model, const uint32_t *tokens, size_t n_tokens);
+
+colibri_status colibri_eval(colibri_model *model, const uint32_t *tokens, size_t n_tokens, float *logits,
+                                        size_t n_logits);
+
+colibri_status colibri_eval_start(colibri_model *model, const uint32_t *tokens, size_t n_tokens,
+                                              float *logits, size_t n_logits);
+
+colibri_status colibri_wait(colibri_model *model, double seconds);
+
+void colibri_cancel(colibri_model *model);
+
+uint64_t colibri_position(const colibri_model *model);
+
+colibri_status colibri_rewind(colibri_model *model, uint64_t position);
+
+colibri_status colibri_sanity_check(colibri_model *model);
+
+colibri_status colibri_trace(colibri_model *model, uint32_t *experts, float *weights, size_t n_positions);
+
+typedef struct {
+  uint64_t tokens;
+  uint64_t evals;
+  double seconds;
+  double attention_seconds;
+  double router_seconds;
+  double experts_seconds;
+  double io_wait_seconds;
+  double head_seconds;
+  uint64_t expert_requests;
+  uint64_t expert_hits;
+  uint64_t reads, bytes_read;
+  const char *io_backend;
+  bool io_direct;
+} colibri_metrics;
+
+void colibri_get_metrics(const colibri_model *model, colibri_metrics *metrics);
+void colibri_reset_metrics(colibri_model *model);
+
+typedef struct {
+  size_t struct_bytes;
+  double temperature;
+  uint32_t top_k;
+  double top_p;
+  double min_p;
+  double repetition_penalty;
+  uint64_t seed;
+} colibri_sampling;
+
+typedef struct colibri_sampler colibri_sampler;
+
+void colibri_sampling_init(colibri_sampling *sampling);
+
+colibri_status colibri_sampler_open(const colibri_sampling *sampling, uint64_t vocab_size,
+                                                uint64_t n_tokens, colibri_sampler **sampler, char *error,
+                                                size_t error_bytes);
+void colibri_sampler_close(colibri_sampler *sampler);
+
+colibri_status colibri_sampler_accept(colibri_sampler *sampler, uint32_t token);
+
+colibri_status colibri_sampler_draw(colibri_sampler *sampler, const float *logits, uint32_t *token);

@@ -1,0 +1,395 @@
+"""The engine, from Python: a thin layer over `runtime/include/colibri.h`.
+
+Evaluation runs in a thread of the model and releases the GIL, so Ctrl-C stops it between layers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_tools.errors import ColibriError, FormatError, JobError, UsageError
+from colibri_tools.native import ffi, lib
+
+__all__ = ["Engine", "EngineInfo", "Logits", "Memory", "Sampler", "Sampling", "Stats", "estimate"]
+
+Logits: TypeAlias = npt.NDArray[np.float32]
+Path: TypeAlias = "str | os.PathLike[str]"
+
+_POLL_SECONDS = 0.1
+"""How long Ctrl-C may go unnoticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What opening a container takes, in bytes, and what bounds the expert cache.
+
+    `ctx` is in positions, `context_length` the model's own limit of them.
+    """
+
+    ctx: int
+    context_length: int
+    metadata_bytes: int
+    resident_bytes: int
+    kv_bytes: int
+    cache_bytes: int
+    min_cache_bytes: int
+    all_experts_bytes: int
+    scratch_bytes: int
+    total_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An open model: sizes, and the options in force."""
+
+    n_layers: int
+    n_moe_layers: int
+    hidden_size: int
+    vocab_size: int
+    n_tokens: int
+    top_k: int
+    max_experts: int
+    context_length: int
+    ctx: int
+    batch_size: int
+    n_threads: int
+    bos_id: int
+    eos_ids: tuple[int, ...]
+    kernels: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since opening, or since the last `Engine.reset_stats`."""
+
+    tokens: int
+    evals: int
+    seconds: float
+    attention_seconds: float
+    router_seconds: float
+    experts_seconds: float
+    io_wait_seconds: float
+    head_seconds: float
+    expert_requests: int
+    expert_hits: int
+    reads: int
+    bytes_read: int
+    io_backend: str
+    io_direct: bool
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of requested experts that were in the cache; None before any request."""
+        return self.expert_hits / self.expert_requests if self.expert_requests else None
+
+    def io(self) -> dict[str, Any]:
+        """The `io` object of `colibri run --json`."""
+        return {
+            "backend": self.io_backend,
+            "direct": self.io_direct,
+            "bytes_read": self.bytes_read,
+            "reads": self.reads,
+            "hit_rate": self.hit_rate,
+            "wait_seconds": self.io_wait_seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a token is drawn: repetition penalty, temperature, top-k, top-p, min-p, in this order.
+
+    Temperature 0 is greedy, the lowest id among equals. `top_k` 0, `top_p` 1, `min_p` 0 and
+    `repetition_penalty` 1 are off.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+def estimate(path: Path, **options: Any) -> Memory:
+    """Return what `Engine(path, **options)` will take, reading metadata only.
+
+    Raises what opening would raise for the same reasons.
+    """
+    memory, text = ffi.new("colibri_memory *"), _error_buffer()
+    status = lib.colibri_estimate(os.fsencode(path), _options(**options), memory, text, len(text))
+    _check(status, text, path)
+    return _memory(memory)
+
+
+class Engine:
+    """An open container and one sequence of tokens.
+
+    `expert_cache` is in bytes; None takes half of the memory that is left, at most all experts.
+    `ctx` None is the smaller of 4096 and the model's context length. One thread at a time uses an
+    engine, but for `cancel`. Raises FormatError, JobError or UsageError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        threads: int = 0,
+        expert_cache: int | None = None,
+        ctx: int | None = None,
+        batch_size: int | None = None,
+        io_threads: int = 0,
+        check: bool = True,
+    ) -> None:
+        self.path = path
+        self._model: Any = None
+        self._target: Any = None
+        self.choices: npt.NDArray[np.uint32] | None = None
+        """Experts of the last traced `forward`, [MoE layers, tokens, top_k], best first."""
+        self.choice_weights: npt.NDArray[np.float32] | None = None
+        """Their weights, of the same shape."""
+        options = _options(
+            threads=threads,
+            expert_cache=expert_cache,
+            ctx=ctx,
+            batch_size=batch_size,
+            io_threads=io_threads,
+            check=check,
+        )
+        model, text = ffi.new("colibri_model **"), _error_buffer()
+        status = lib.colibri_open(os.fsencode(path), options, model, text, len(text))
+        _check(status, text, path)
+        self._model = ffi.gc(model[0], lib.colibri_close)
+        self.info = self._read_info()
+        memory = ffi.new("colibri_memory *")
+        lib.colibri_get_memory(self._model, memory)
+        self.memory = _memory(memory)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free everything. May be called twice."""
+        if self._model is not None:
+            ffi.release(self._model)
+            self._model = None
+
+    @property
+    def position(self) -> int:
+        """Tokens in the sequence."""
+        return int(lib.colibri_position(self._handle()))
+
+    def forward(self, tokens: Sequence[int], *, trace: bool = False) -> Logits:
+        """Evaluate a new sequence; return the logits of every position, float32 [n, vocab].
+
+        With `trace`, `choices` and `choice_weights` hold what the routers chose.
+        """
+        self.rewind(0)
+        n, info = len(tokens), self.info
+        self.choices = self.choice_weights = None
+        if not trace:
+            return self.eval(tokens, n)
+        choices = np.zeros((info.n_moe_layers, n, info.top_k), np.uint32)
+        weights = np.zeros(choices.shape, np.float32)
+        pointers = ffi.from_buffer("uint32_t[]", choices), ffi.from_buffer("float[]", weights)
+        self._call(lib.colibri_trace, *pointers, n)
+        try:
+            logits = self.eval(tokens, n)
+        finally:
+            self._call(lib.colibri_trace, ffi.NULL, ffi.NULL, 0)
+        self.choices, self.choice_weights = choices, weights
+        return logits
+
+    def eval(self, tokens: Sequence[int], n_logits: int = 1) -> Logits:
+        """Append tokens; return the logits of the last `n_logits` positions, [n_logits, vocab].
+
+        Raises UsageError for ids out of range or a full context, and KeyboardInterrupt; the
+        sequence is then as before.
+        """
+        ids = self.check_tokens(tokens)
+        logits = np.empty((n_logits, self.info.vocab_size), np.float32)
+        # Kept here too: whatever interrupts this call, the memory outlives the evaluation.
+        self._target = ffi.from_buffer("float[]", logits)
+        model = self._handle()
+        try:
+            self._call(lib.colibri_eval_start, ids, len(tokens), self._target, n_logits)
+            while (status := lib.colibri_wait(model, _POLL_SECONDS)) == lib.COLIBRI_BUSY:
+                pass
+        except BaseException:
+            lib.colibri_cancel(model)
+            lib.colibri_wait(model, -1.0)
+            raise
+        _check(status, lib.colibri_error(model), self.path)
+        return logits
+
+    def check_tokens(self, tokens: Sequence[int]) -> Any:
+        """Return tokens as a C array. Raises UsageError if they cannot be appended now."""
+        for i, token in enumerate(tokens):
+            if not 0 <= token < self.info.vocab_size:
+                raise UsageError(
+                    f"token {i} of the input is {token}; this model's ids are 0 to "
+                    f"{self.info.vocab_size - 1}"
+                )
+        ids = ffi.new("uint32_t[]", list(tokens))
+        self._call(lib.colibri_check_input, ids, len(tokens))
+        return ids
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from `position` on."""
+        self._call(lib.colibri_rewind, position)
+
+    def cancel(self) -> None:
+        """End a running evaluation; it raises KeyboardInterrupt. For other threads."""
+        lib.colibri_cancel(self._handle())
+
+    def sanity_check(self) -> None:
+        """Evaluate one token. Raises JobError if logits are not finite, or all equal."""
+        self._call(lib.colibri_sanity_check)
+
+    def is_eos(self, token: int) -> bool:
+        """Return whether a token ends a text."""
+        return token in self.info.eos_ids
+
+    def stats(self) -> Stats:
+        """Return the counters."""
+        m = ffi.new("colibri_metrics *")
+        lib.colibri_get_metrics(self._handle(), m)
+        values = _fields(Stats, m)
+        values["io_backend"] = _text(m.io_backend)
+        return Stats(**values)
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero."""
+        lib.colibri_reset_metrics(self._handle())
+
+    def _handle(self) -> Any:
+        if self._model is None:
+            raise UsageError(f"{os.fspath(self.path)}: the engine is closed")
+        return self._model
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        model = self._handle()
+        _check(function(model, *arguments), lib.colibri_error(model), self.path)
+
+    def _read_info(self) -> EngineInfo:
+        c = ffi.new("colibri_info *")
+        lib.colibri_get_info(self._model, c)
+        values = _fields(EngineInfo, c, but=("eos_ids",))
+        values["kernels"] = _text(c.kernels)
+        return EngineInfo(**values, eos_ids=tuple(c.eos_ids[i] for i in range(c.n_eos_ids)))
+
+
+class Sampler:
+    """Draws token ids below `n_tokens` from logits. Raises UsageError for senseless numbers."""
+
+    def __init__(self, info: EngineInfo, sampling: Sampling) -> None:
+        c, sampler, text = ffi.new("colibri_sampling *"), ffi.new("colibri_sampler **"), None
+        lib.colibri_sampling_init(c)
+        if not 0 <= sampling.top_k < 1 << 32:
+            raise UsageError(f"top-k: expected 0 or more, found {sampling.top_k}")
+        c.temperature = sampling.temperature
+        c.top_k = sampling.top_k
+        c.top_p = sampling.top_p
+        c.min_p = sampling.min_p
+        c.repetition_penalty = sampling.repetition_penalty
+        c.seed = sampling.seed & ((1 << 64) - 1)
+        text = _error_buffer()
+        status = lib.colibri_sampler_open(
+            c, info.vocab_size, info.n_tokens, sampler, text, len(text)
+        )
+        _check(status, text, None)
+        self._sampler = ffi.gc(sampler[0], lib.colibri_sampler_close)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Count tokens as part of the text, for the repetition penalty."""
+        for token in tokens:
+            lib.colibri_sampler_accept(self._sampler, token)
+
+    def draw(self, logits: Logits) -> int:
+        """Return a token for one row of logits, float32 [vocab]."""
+        token = ffi.new("uint32_t *")
+        pointer = ffi.from_buffer("float[]", np.ascontiguousarray(logits))
+        if lib.colibri_sampler_draw(self._sampler, pointer, token) != lib.COLIBRI_OK:
+            raise JobError("a logit is NaN or infinite; 'colibri verify' finds NaN in weights")
+        return int(token[0])
+
+
+def _options(
+    *,
+    threads: int = 0,
+    expert_cache: int | None = None,
+    ctx: int | None = None,
+    batch_size: int | None = None,
+    io_threads: int = 0,
+    check: bool = True,
+) -> Any:
+    options = ffi.new("colibri_options *")
+    lib.colibri_options_init(options)
+    options.n_threads = _bounded("threads", threads, 0)
+    options.io_threads = _bounded("io-threads", io_threads, 0)
+    # 0 means the default in C, so an explicit 0 is refused here.
+    options.ctx = 0 if ctx is None else _bounded("ctx", ctx, 1)
+    options.batch_size = 0 if batch_size is None else _bounded("batch-size", batch_size, 1)
+    if expert_cache is not None:
+        options.expert_cache_bytes = _bounded("expert-cache", expert_cache, 1)
+    options.skip_checksums = not check
+    return options
+
+
+def _bounded(name: str, value: int, least: int) -> int:
+    if least <= value < 1 << 31 or (name == "expert-cache" and least <= value < 1 << 63):
+        return value
+    raise UsageError(f"{name}: expected {least} or more, found {value}")
+
+
+def _error_buffer() -> Any:
+    return ffi.new("char[]", lib.COLIBRI_ERROR_BYTES)
+
+
+def _check(status: int, text: Any, path: Path | None) -> None:
+    if status == lib.COLIBRI_OK:
+        return
+    if status == lib.COLIBRI_CANCELLED:
+        raise KeyboardInterrupt
+    message = _text(text)
+    if status == lib.COLIBRI_BUSY:
+        message = "an evaluation is still running"
+    # A wrong argument is the caller's; everything else is about the file.
+    if path is not None and status != lib.COLIBRI_ERROR_ARGUMENT:
+        name = os.fspath(path)
+        message = message if name in message else f"{name}: {message}"
+    raise _error_class(status)(message)
+
+
+def _error_class(status: int) -> type[ColibriError]:
+    if status == lib.COLIBRI_ERROR_ARGUMENT:
+        return UsageError
+    return FormatError if status == lib.COLIBRI_ERROR_FORMAT else JobError
+
+
+def _text(pointer: Any) -> str:
+    raw: bytes = ffi.string(pointer)
+    return raw.decode("utf-8", "replace")
+
+
+def _memory(c: Any) -> Memory:
+    return Memory(**_fields(Memory, c))
+
+
+def _fields(kind: Any, c: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {name: getattr(c, name) for name in kind.__dataclass_fields__ if name not in but}

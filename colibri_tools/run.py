@@ -1,0 +1,454 @@
+"""The `run` command as a function: a prompt in, generated text and measurements out."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict
+
+import numpy as np
+
+from colibri_tools.container import open as open_container
+from colibri_tools.engine import Engine, Logits, Memory, Sampler, Sampling, Stats, estimate
+from colibri_tools.errors import FormatError, JobError, UsageError, quote
+from colibri_tools.output import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from tokenizers import Tokenizer
+
+__all__ = ["DEFAULT_MAX_TOKENS", "RunResult", "TextStream", "parse_tokens", "run"]
+
+DEFAULT_MAX_TOKENS = 128
+_TOKENIZER_BLOB = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What `run` made and what it took.
+
+    `text` is the generated text without special tokens, None when the container has no tokenizer;
+    `tokens` are the generated ids, with the end-of-text id that stopped it. `stop_reason` is
+    "eos", "max-tokens", "context" or "interrupted".
+    """
+
+    text: str | None
+    tokens: list[int]
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+    peak_rss_bytes: int
+    io: dict[str, Any]
+    stop_reason: str
+    seed: int | None
+    stats: Stats
+    memory: Memory
+    show_profile: bool = False
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it; the command's exit code is then 130."""
+        return self.stop_reason == "interrupted"
+
+    def profile(self) -> dict[str, float]:
+        """Seconds of evaluation by part; they add up to about `seconds`."""
+        names = ("seconds", "attention", "router", "experts", "io_wait", "head")
+        keys = [name if name == "seconds" else f"{name}_seconds" for name in names]
+        return {key: getattr(self.stats, key) for key in keys}
+
+    def to_json(self) -> dict[str, Any]:
+        """The document of `colibri run --json`."""
+        document: dict[str, Any] = {
+            "text": self.text,
+            "tokens": self.tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "io": self.io,
+            "stop_reason": self.stop_reason,
+            "seed": self.seed,
+        }
+        if self.show_profile:
+            document["profile"] = self.profile()
+        return document
+
+    def render(self, console: Console) -> None:
+        """Print the measurements; the text itself was streamed while it was made."""
+        rate = f" ({self.tokens_per_second:.1f} tokens/s)" if self.generated_tokens > 1 else ""
+        console.print(
+            f"prompt: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s; "
+            f"generated: {self.generated_tokens} tokens in {self.decode_seconds:.2f} s{rate}, "
+            f"stopped by {self.stop_reason}",
+            soft_wrap=True,
+        )
+        io, hit_rate = self.io, self.io["hit_rate"]
+        console.print(
+            f"experts: cache {format_bytes(self.memory.cache_bytes)} of "
+            f"{format_bytes(self.memory.all_experts_bytes)}, "
+            f"{'nothing asked' if hit_rate is None else f'{hit_rate:.1%} found in it'}; "
+            f"{io['backend']} {'direct' if io['direct'] else 'buffered'}, {io['reads']} reads, "
+            f"{format_bytes(io['bytes_read'])}, waited {io['wait_seconds']:.2f} s",
+            soft_wrap=True,
+        )
+        console.print(f"memory: peak {format_bytes(self.peak_rss_bytes)}", soft_wrap=True)
+        if self.show_profile:
+            self._render_profile(console)
+
+    def _render_profile(self, console: Console) -> None:
+        profile = self.profile()
+        total = profile.pop("seconds")
+        for key, seconds in profile.items():
+            name = key.removesuffix("_seconds").replace("_", " ")
+            share = seconds / total if total else 0.0
+            console.print(f"  {name:<10} {seconds:8.3f} s {share:7.1%}")
+
+
+def run(
+    path: str | os.PathLike[str],
+    *,
+    prompt: str | None = None,
+    prompt_file: str | os.PathLike[str] | None = None,
+    tokens: Sequence[int] | str | None = None,
+    max_tokens: int = DEFAULT_MAX_TOKENS,
+    ctx: int | None = None,
+    threads: int = 0,
+    batch_size: int | None = None,
+    expert_cache: int | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    ignore_eos: bool = False,
+    logits: str | os.PathLike[str] | None = None,
+    profile: bool = False,
+    on_text: Callable[[str], None] | None = None,
+) -> RunResult:
+    """Evaluate a prompt and generate up to `max_tokens` tokens; 0 evaluates the prompt only.
+
+    Exactly one of `prompt`, `prompt_file` ("-" is standard input) and `tokens` (ids, or a string
+    "1,2,3") is the prompt; text is encoded as the container's tokenizer.json does it, with its
+    beginning-of-text token, and without a chat template. `on_text` is called with each piece of
+    generated text as it comes (ids and a space when there is no tokenizer). `logits` names a .npy
+    file for the prompt's logits, float32 [positions, vocab]. `ctx` None makes room for the prompt
+    and `max_tokens`. Ctrl-C does not raise: the result holds what was made until then.
+
+    Raises UsageError for options that contradict each other or the model, FormatError and JobError.
+    """
+    sampling = _sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    if max_tokens < 0:
+        raise UsageError(f"max-tokens: expected 0 or more, found {max_tokens}")
+    _check_logits_path(path, logits)
+    text_prompt = _text_prompt(prompt, prompt_file, tokens)
+    tokenizer = _load_tokenizer(path)
+    ids = _encode(path, tokenizer, text_prompt) if tokens is None else parse_tokens(tokens)
+    if not ids:
+        raise UsageError("the prompt has no tokens; give a text, or ids with --tokens")
+    options = _EngineOptions(threads=threads, batch_size=batch_size, expert_cache=expert_cache)
+    ctx = _choose_ctx(path, len(ids), max_tokens, ctx, options)
+    with Engine(path, ctx=ctx, **options) as engine:
+        engine.check_tokens(ids)
+        generation = _Generation(engine, Sampler(engine.info, sampling), tokenizer, ids, on_text)
+        generation.run(max_tokens, ignore_eos, logits)
+        return generation.result(sampling, profile)
+
+
+def parse_tokens(tokens: Sequence[int] | str) -> list[int]:
+    """Return ids from a list or from text like "1,2,3". Raises UsageError."""
+    if not isinstance(tokens, str):
+        return list(tokens)
+    parts = [part.strip() for part in tokens.split(",")]
+    for part in parts:
+        if not (part.isascii() and part.isdigit()):
+            raise UsageError(f"--tokens: expected ids separated by commas, found {quote(part)}")
+    return [int(part) for part in parts]
+
+
+class TextStream:
+    """Turns ids into text piece by piece, never cutting a character.
+
+    A tokenizer's text of a token may depend on those before it, and a token may be part of a
+    character. So a few tokens are decoded again with every new one, and what ends in an
+    unfinished character is held back until it is complete, or until `finish`.
+    """
+
+    _CONTEXT = 6
+    """Prompt tokens decoded along, so that a leading space is not lost."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-self._CONTEXT :])
+        self._shown = len(self._ids)
+        self._start = 0
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that is complete now."""
+        self._ids.append(token)
+        text = self._pending()
+        if text.endswith("\ufffd"):
+            return ""
+        return self._take(text)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._take(self._pending())
+
+    def _pending(self) -> str:
+        before = self._decode(self._ids[self._start : self._shown])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+    def _take(self, text: str) -> str:
+        if text:
+            self._start, self._shown = self._shown, len(self._ids)
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class _EngineOptions(TypedDict):
+    threads: int
+    batch_size: int | None
+    expert_cache: int | None
+
+
+class _Generation:
+    """One run: prefill, then tokens one by one until something stops it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampler: Sampler,
+        tokenizer: Tokenizer | None,
+        prompt: list[int],
+        on_text: Callable[[str], None] | None,
+    ) -> None:
+        self.engine, self.sampler, self.prompt = engine, sampler, prompt
+        self.stream = TextStream(tokenizer, prompt) if tokenizer else None
+        self.on_text = on_text or (lambda text: None)
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.stop_reason = "max-tokens"
+
+    def run(self, max_tokens: int, ignore_eos: bool, logits: str | os.PathLike[str] | None) -> None:
+        start = time.perf_counter()
+        decoding = None
+        try:
+            last = self.prefill(logits)
+            decoding = time.perf_counter()
+            self.sampler.accept(self.prompt)
+            self.stop_reason = self.decode(last, max_tokens, ignore_eos)
+        except KeyboardInterrupt:
+            self.stop_reason = "interrupted"
+        end = time.perf_counter()
+        self.prefill_seconds = (decoding or end) - start
+        self.decode_seconds = end - (decoding or end)
+        if self.stream:
+            self.show(self.stream.finish())
+
+    def prefill(self, logits: str | os.PathLike[str] | None) -> Logits:
+        """Evaluate the prompt; return the logits of its last position."""
+        if logits is None:
+            whole: Logits = self.engine.eval(self.prompt)[-1]
+            return whole
+        n, step = len(self.prompt), self.engine.info.batch_size
+        with _npy_rows(logits, n, self.engine.info.vocab_size) as file:
+            for start in range(0, n, step):
+                part = self.prompt[start : start + step]
+                rows = self.engine.eval(part, len(part))
+                file.write(rows.astype("<f4", copy=False).data)
+        last: Logits = rows[-1]
+        return last
+
+    def decode(self, logits: Logits, max_tokens: int, ignore_eos: bool) -> str:
+        """Generate tokens; return what stopped it."""
+        while len(self.tokens) < max_tokens:
+            token = self.sampler.draw(logits)
+            self.sampler.accept([token])
+            self.tokens.append(token)
+            ended = not ignore_eos and self.engine.is_eos(token)
+            if self.stream is None:
+                self.show(f"{token} ")
+            elif not ended:
+                self.show(self.stream.push(token))
+            if ended:
+                return "eos"
+            if len(self.tokens) == max_tokens:
+                break
+            if self.engine.position == self.engine.info.ctx:
+                return "context"
+            logits = self.engine.eval([token])[-1]
+        return "max-tokens"
+
+    def show(self, text: str) -> None:
+        if text:
+            self.pieces.append(text)
+            self.on_text(text)
+
+    def result(self, sampling: Sampling, profile: bool) -> RunResult:
+        steps = max(len(self.tokens) - 1, 0)  # the first token comes out of the prompt
+        stats = self.engine.stats()
+        notes = []
+        if self.stop_reason == "context":
+            notes.append(f"the context of {self.engine.info.ctx} positions is full; see --ctx")
+        return RunResult(
+            text="".join(self.pieces) if self.stream else None,
+            tokens=self.tokens,
+            prompt_tokens=len(self.prompt),
+            generated_tokens=len(self.tokens),
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=self.decode_seconds,
+            tokens_per_second=steps / self.decode_seconds if self.decode_seconds else 0.0,
+            peak_rss_bytes=_peak_rss_bytes(),
+            io=stats.io(),
+            stop_reason=self.stop_reason,
+            seed=sampling.seed if sampling.temperature else None,
+            stats=stats,
+            memory=self.engine.memory,
+            show_profile=profile,
+            notes=tuple(notes),
+        )
+
+
+def _peak_rss_bytes() -> int:
+    # not getrusage: its maximum includes what the parent process had before exec
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _sampling(
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float,
+    seed: int | None,
+) -> Sampling:
+    drawing = {"top-k": top_k, "top-p": top_p, "min-p": min_p, "seed": seed}
+    for name, value in drawing.items():
+        if value is not None and temperature == 0:
+            raise UsageError(f"--{name} is about drawing tokens: it needs --temperature above 0")
+    return Sampling(
+        temperature=temperature,
+        top_k=top_k or 0,
+        top_p=1.0 if top_p is None else top_p,
+        min_p=min_p or 0.0,
+        repetition_penalty=repetition_penalty,
+        seed=secrets.randbits(32) if seed is None else seed,
+    )
+
+
+def _check_logits_path(path: str | os.PathLike[str], logits: str | os.PathLike[str] | None) -> None:
+    if logits is None:
+        return
+    if Path(logits).exists() and Path(path).exists() and Path(path).samefile(logits):
+        raise UsageError(f"--logits: {quote(logits)} is the model itself")
+    if not Path(logits).parent.is_dir():
+        raise UsageError(f"--logits: there is no folder {quote(Path(logits).parent)}")
+
+
+def _text_prompt(
+    prompt: str | None,
+    prompt_file: str | os.PathLike[str] | None,
+    tokens: Sequence[int] | str | None,
+) -> str | None:
+    """Return the prompt as text, None for ids. Raises UsageError unless exactly one is given."""
+    if sum(source is not None for source in (prompt, prompt_file, tokens)) != 1:
+        raise UsageError("give exactly one of --prompt, --prompt-file and --tokens")
+    if prompt_file is None:
+        return prompt
+    name = os.fspath(prompt_file)
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt-file {quote(name)}: not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise UsageError(f"--prompt-file {quote(name)}: {error.strerror}") from error
+
+
+def _load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
+    """The container's tokenizer, None when it has none that can be used."""
+    with open_container(path) as container:
+        if container.spec["tokenizer"] != "hf-json":
+            return None
+        if _TOKENIZER_BLOB not in container.blobs:
+            raise FormatError(
+                f"{os.fspath(path)}: the spec names a tokenizer, but the blob {_TOKENIZER_BLOB} "
+                "is missing"
+            )
+        blob = bytes(container.blobs[_TOKENIZER_BLOB])
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(blob.decode("utf-8"))
+    except Exception as error:  # the library raises plain Exception
+        raise FormatError(
+            f"{os.fspath(path)}: {_TOKENIZER_BLOB} cannot be used: {error}"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _encode(
+    path: str | os.PathLike[str], tokenizer: Tokenizer | None, text: str | None
+) -> list[int]:
+    if tokenizer is None:
+        raise UsageError(
+            f"{os.fspath(path)}: it has no tokenizer that can encode text; "
+            "give the prompt as ids with --tokens"
+        )
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
+    return ids
+
+
+def _choose_ctx(
+    path: str | os.PathLike[str],
+    n_prompt: int,
+    max_tokens: int,
+    ctx: int | None,
+    options: _EngineOptions,
+) -> int:
+    limit = estimate(path, ctx=ctx, **options).context_length
+    chosen = min(n_prompt + max_tokens, limit) if ctx is None else ctx
+    if n_prompt > chosen:
+        advice = "shorten it" if ctx is None or ctx == limit else f"raise --ctx (up to {limit})"
+        raise UsageError(
+            f"the prompt has {n_prompt} tokens, the context {chosen} positions; {advice}"
+        )
+    return chosen
+
+
+@contextmanager
+def _npy_rows(path: str | os.PathLike[str], rows: int, cols: int) -> Iterator[BinaryIO]:
+    """A file behind a .npy header of float32 [rows, cols], renamed to `path` when complete."""
+    partial = Path(f"{os.fspath(path)}.partial")
+    try:
+        with partial.open("wb") as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": (rows, cols)}
+            np.lib.format.write_array_header_1_0(file, header)
+            yield file
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise JobError(f"--logits {quote(path)}: {error.strerror}") from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,226 @@
+/* libcolibri: executes a `model.colibri` container, reading experts on demand.
+ *
+ * A model handle holds one sequence: colibri_eval appends tokens to it and gives logits. The library never prints,
+ * exits, aborts or reads the environment, and has no global state: any number of handles work side by side in one
+ * process. One handle is used by one thread at a time; only colibri_cancel and colibri_wait may come from others.
+ *
+ * All large memory is planned and taken by colibri_open: resident tensors, keys and values (KV), the expert cache, and
+ * scratch. What it will be is known beforehand from colibri_estimate.
+ *
+ * Precision is exact: f32 activations, sums and KV. Logits are bit-identical for every cache size, number of threads
+ * and way of cutting a prompt into batches, on one instruction set.
+ *
+ *     colibri_options options;
+ *     colibri_options_init(&options);
+ *     char error[COLIBRI_ERROR_BYTES];
+ *     colibri_model *model;
+ *     if (colibri_open("model.colibri", &options, &model, error, sizeof error) != COLIBRI_OK) ...
+ *     if (colibri_eval(model, tokens, n_tokens, logits, 1) != COLIBRI_OK) ... colibri_error(model)
+ *     colibri_close(model);
+ */
+#ifndef COLIBRI_H
+#define COLIBRI_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define COLIBRI_API __attribute__((visibility("default")))
+#else
+#define COLIBRI_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Room for any error text, with its terminating NUL. Texts are one line. */
+#define COLIBRI_ERROR_BYTES 1024
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * Status and version */
+
+typedef enum {
+  COLIBRI_OK = 0,
+  COLIBRI_ERROR_ARGUMENT = 1,    /* the call asks for something that makes no sense */
+  COLIBRI_ERROR_FORMAT = 2,      /* the container breaks its format, or its tensors do not fit its spec */
+  COLIBRI_ERROR_UNSUPPORTED = 3, /* a sound container that this version cannot execute */
+  COLIBRI_ERROR_MEMORY = 4,      /* memory could not be had, or the budget is below the minimum */
+  COLIBRI_ERROR_IO = 5,          /* a read failed, or bytes did not match their checksum */
+  COLIBRI_ERROR_NUMERIC = 6,     /* a NaN or an infinity came out */
+  COLIBRI_CANCELLED = 7,         /* colibri_cancel was called */
+  COLIBRI_BUSY = 8,              /* colibri_wait timed out, or a started evaluation is still running */
+} colibri_status;
+
+/* "0.1.0" */
+COLIBRI_API const char* colibri_version(void);
+
+/* A word for a status: "ok", "argument", "format", ... */
+COLIBRI_API const char* colibri_status_name(colibri_status status);
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * Options and memory */
+
+typedef struct {
+  size_t struct_bytes;         /* set by colibri_options_init */
+  uint32_t n_threads;          /* compute threads; 0: one per available CPU */
+  uint32_t io_threads;         /* reading threads; 0: the store's default */
+  uint64_t ctx;                /* positions the KV holds; 0: the smaller of 4096 and the model's context length */
+  uint64_t batch_size;         /* tokens evaluated at once; 0: 256 */
+  uint64_t expert_cache_bytes; /* 0: the smaller of all experts and half of the available memory */
+  bool skip_checksums;         /* do not check CRC-32C of what is read */
+} colibri_options;
+
+COLIBRI_API void colibri_options_init(colibri_options* options);
+
+/* What colibri_open takes, in bytes. */
+typedef struct {
+  uint64_t ctx;            /* positions the KV holds */
+  uint64_t context_length; /* the model's own limit of them */
+  uint64_t metadata_bytes; /* spec, directory, index, blobs: read whole */
+  uint64_t resident_bytes; /* tensors needed at every token */
+  uint64_t kv_bytes;
+  uint64_t cache_bytes;       /* expert cache by these options */
+  uint64_t min_cache_bytes;   /* least the expert cache can be: two blocks */
+  uint64_t all_experts_bytes; /* a cache of this size holds every expert */
+  uint64_t scratch_bytes;
+  uint64_t total_bytes;     /* metadata + resident + KV + cache + scratch */
+  uint64_t available_bytes; /* what the system has to give now; 0 when unknown */
+} colibri_memory;
+
+/* Reads metadata only. Fails as colibri_open would for what is visible there. */
+COLIBRI_API colibri_status colibri_estimate(const char* path, const colibri_options* options, colibri_memory* memory,
+                                            char* error, size_t error_bytes);
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * Models */
+
+typedef struct colibri_model colibri_model;
+
+/* Opens a container. `options` may be NULL. On failure *model is NULL and `error` tells why. */
+COLIBRI_API colibri_status colibri_open(const char* path, const colibri_options* options, colibri_model** model,
+                                        char* error, size_t error_bytes);
+
+/* Cancels and waits for what runs, then frees everything. NULL is fine. */
+COLIBRI_API void colibri_close(colibri_model* model);
+
+/* The text of the last error of this handle; "" before any. Valid until the next call with this handle. */
+COLIBRI_API const char* colibri_error(const colibri_model* model);
+
+typedef struct {
+  uint64_t n_layers, n_moe_layers, hidden_size;
+  uint64_t vocab_size; /* logits per position; every token id is below it */
+  uint64_t n_tokens;   /* ids the tokenizer can make; ids from here on are never sampled */
+  uint64_t top_k, max_experts;
+  uint64_t context_length; /* the model's own limit */
+  uint64_t ctx, batch_size;
+  uint32_t n_threads;
+  int64_t bos_id; /* -1: none */
+  const uint64_t* eos_ids;
+  size_t n_eos_ids;
+  const char* kernels; /* "scalar", "avx2", "neon" */
+} colibri_info;
+
+/* Pointers in it live as long as the model. */
+COLIBRI_API void colibri_get_info(const colibri_model* model, colibri_info* info);
+
+/* The memory this model took, as colibri_estimate gives it. */
+COLIBRI_API void colibri_get_memory(const colibri_model* model, colibri_memory* memory);
+
+COLIBRI_API bool colibri_is_eos(const colibri_model* model, uint64_t token);
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * Evaluation */
+
+/* Whether these tokens can be appended now: ids in range, room in the context. */
+COLIBRI_API colibri_status colibri_check_input(colibri_model* model, const uint32_t* tokens, size_t n_tokens);
+
+/* Appends tokens to the sequence. Writes the logits of the last n_logits of these positions, [n_logits, vocab_size];
+ * n_logits may be 0, `logits` is then not used. Logits that are not finite are COLIBRI_ERROR_NUMERIC.
+ * After anything but COLIBRI_OK the sequence is as it was before the call, and `logits` is undefined. */
+COLIBRI_API colibri_status colibri_eval(colibri_model* model, const uint32_t* tokens, size_t n_tokens, float* logits,
+                                        size_t n_logits);
+
+/* colibri_eval in a thread of the model. `logits` must stay; tokens are copied. */
+COLIBRI_API colibri_status colibri_eval_start(colibri_model* model, const uint32_t* tokens, size_t n_tokens,
+                                              float* logits, size_t n_logits);
+
+/* Waits for what colibri_eval_start started: its status, or COLIBRI_BUSY after `seconds` (< 0: waits for ever). */
+COLIBRI_API colibri_status colibri_wait(colibri_model* model, double seconds);
+
+/* Ends the running evaluation at its next layer: it returns COLIBRI_CANCELLED. Without one it does nothing.
+ * May be called from any thread, and from a signal handler. */
+COLIBRI_API void colibri_cancel(colibri_model* model);
+
+/* Tokens in the sequence. */
+COLIBRI_API uint64_t colibri_position(const colibri_model* model);
+
+/* Forgets the tokens from `position` on. COLIBRI_ERROR_ARGUMENT beyond the end. */
+COLIBRI_API colibri_status colibri_rewind(colibri_model* model, uint64_t position);
+
+/* Evaluates one token by itself and looks that all logits are finite and not all equal; then rewinds. */
+COLIBRI_API colibri_status colibri_sanity_check(colibri_model* model);
+
+/* From now on the router's choices at positions below n_positions are written, for MoE layer i (in order of layers)
+ * and position p, at [(i * n_positions + p) * top_k + slot]. Slots are in the router's order, best first.
+ * experts == NULL stops it. */
+COLIBRI_API colibri_status colibri_trace(colibri_model* model, uint32_t* experts, float* weights, size_t n_positions);
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * Metrics: counters since opening or the last reset. Times are of the evaluating thread, seconds. */
+
+typedef struct {
+  uint64_t tokens;          /* evaluated */
+  uint64_t evals;           /* batches they were evaluated in */
+  double seconds;           /* inside evaluation; the parts below add up to about this */
+  double attention_seconds; /* norms, q, k, v, rope, attention, output projection */
+  double router_seconds;
+  double experts_seconds;     /* computing routed, shared and dense feed-forward networks */
+  double io_wait_seconds;     /* compute waited for an expert's bytes */
+  double head_seconds;        /* embedding, final norm, logits */
+  uint64_t expert_requests;   /* distinct experts asked of the store, summed over batches and layers */
+  uint64_t expert_hits;       /* of these, found in the cache */
+  uint64_t reads, bytes_read; /* of expert blocks */
+  const char* io_backend;     /* "pread" */
+  bool io_direct;             /* reads bypass the page cache */
+} colibri_metrics;
+
+COLIBRI_API void colibri_get_metrics(const colibri_model* model, colibri_metrics* metrics);
+COLIBRI_API void colibri_reset_metrics(colibri_model* model);
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * Sampling. The draw depends on nothing but the logits, these numbers and the tokens accepted. */
+
+typedef struct {
+  size_t struct_bytes;       /* set by colibri_sampling_init */
+  double temperature;        /* 0: greedy, the lowest id among equals */
+  uint32_t top_k;            /* keep the k most likely; 0: all */
+  double top_p;              /* keep the fewest whose probabilities reach this; 1: all */
+  double min_p;              /* drop what is less likely than this share of the most likely; 0: none */
+  double repetition_penalty; /* divides positive, multiplies negative logits of accepted tokens; 1: off */
+  uint64_t seed;
+} colibri_sampling;
+
+typedef struct colibri_sampler colibri_sampler;
+
+COLIBRI_API void colibri_sampling_init(colibri_sampling* sampling);
+
+/* A sampler over [vocab_size] logits that never gives an id from n_tokens on. Applied in this order: repetition
+ * penalty, temperature, top-k, top-p, min-p. On failure *sampler is NULL. */
+COLIBRI_API colibri_status colibri_sampler_open(const colibri_sampling* sampling, uint64_t vocab_size,
+                                                uint64_t n_tokens, colibri_sampler** sampler, char* error,
+                                                size_t error_bytes);
+COLIBRI_API void colibri_sampler_close(colibri_sampler* sampler);
+
+/* Counts a token as part of the text, for the repetition penalty. */
+COLIBRI_API colibri_status colibri_sampler_accept(colibri_sampler* sampler, uint32_t token);
+
+/* Chooses a token; logits are not changed. COLIBRI_ERROR_NUMERIC when a logit is NaN or infinite. */
+COLIBRI_API colibri_status colibri_sampler_draw(colibri_sampler* sampler, const float* logits, uint32_t* token);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

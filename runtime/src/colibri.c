@@ -1,0 +1,343 @@
+// The public functions: checking arguments, cutting a prompt into batches, evaluating in a thread.
+#include "colibri.h"
+
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "engine.h"
+
+struct colibri_model {
+  clb_engine engine;
+  colibri_memory memory;
+  clb_store_metrics store_base;  // the store's counters at the last reset
+  uint64_t position;
+  char error[COLIBRI_ERROR_BYTES];
+
+  // A started evaluation. `running` and `result` are guarded by the mutex.
+  pthread_mutex_t mutex;
+  pthread_cond_t finished;
+  pthread_t thread;
+  bool started, running;
+  colibri_status result;
+  uint32_t* tokens;  // [ctx]
+  size_t n_tokens;
+  float* logits;
+  size_t n_logits;
+};
+
+const char* colibri_version(void) {
+  return "0.1.0";
+}
+
+const char* colibri_status_name(colibri_status status) {
+  static const char* const names[] = {"ok", "argument", "format",    "unsupported", "memory",
+                                      "io", "numeric",  "cancelled", "busy"};
+  return (size_t)status < sizeof names / sizeof *names ? names[status] : "unknown";
+}
+
+void colibri_options_init(colibri_options* options) {
+  *options = (colibri_options){.struct_bytes = sizeof *options};
+}
+
+colibri_status colibri_estimate(const char* path, const colibri_options* options, colibri_memory* memory, char* error,
+                                size_t error_bytes) {
+  clb_engine engine = {.error = {error, error_bytes}};
+  const colibri_status status = clb_engine_plan(&engine, path, options, memory);
+  clb_engine_close(&engine);
+  return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Open and close
+
+static bool init_thread_state(colibri_model* m) {
+  pthread_condattr_t attributes;
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_mutex_init(&m->mutex, NULL);
+  pthread_cond_init(&m->finished, &attributes);
+  pthread_condattr_destroy(&attributes);
+  m->tokens = calloc(m->engine.ctx, sizeof *m->tokens);
+  return m->tokens != NULL;
+}
+
+static void join_started(colibri_model* m) {
+  if (m->started) pthread_join(m->thread, NULL);
+  m->started = false;
+}
+
+void colibri_close(colibri_model* m) {
+  if (!m) return;
+  colibri_cancel(m);
+  join_started(m);
+  clb_engine_close(&m->engine);
+  pthread_cond_destroy(&m->finished);
+  pthread_mutex_destroy(&m->mutex);
+  free(m->tokens);
+  free(m);
+}
+
+colibri_status colibri_open(const char* path, const colibri_options* options, colibri_model** out, char* error,
+                            size_t error_bytes) {
+  *out = NULL;
+  clb_error target = {error, error_bytes};
+  colibri_model* m = calloc(1, sizeof *m);
+  if (!m) return clb_fail(target, COLIBRI_ERROR_MEMORY, "no memory for a model");
+  m->engine.error = target;
+  colibri_status status = clb_engine_plan(&m->engine, path, options, &m->memory);
+  if (!init_thread_state(m) && status == COLIBRI_OK) {
+    status = clb_fail(target, COLIBRI_ERROR_MEMORY, "no memory for a context of tokens");
+  }
+  if (status == COLIBRI_OK) status = clb_engine_open(&m->engine);
+  if (status != COLIBRI_OK) {
+    colibri_close(m);
+    return status;
+  }
+  m->engine.error = (clb_error){m->error, sizeof m->error};
+  *out = m;
+  return COLIBRI_OK;
+}
+
+const char* colibri_error(const colibri_model* m) {
+  return m->error;
+}
+
+void colibri_get_info(const colibri_model* m, colibri_info* info) {
+  const clb_graph* g = &m->engine.graph;
+  *info = (colibri_info){
+      .n_layers = g->n_layers,
+      .n_moe_layers = g->n_moe_layers,
+      .hidden_size = g->hidden,
+      .vocab_size = g->vocab,
+      .n_tokens = g->n_tokens,
+      .top_k = g->top_k,
+      .max_experts = g->max_experts,
+      .context_length = g->context_length,
+      .ctx = m->engine.ctx,
+      .batch_size = m->engine.batch_size,
+      .n_threads = (uint32_t)m->engine.n_threads,
+      .bos_id = g->bos_id,
+      .eos_ids = g->eos_ids,
+      .n_eos_ids = g->n_eos,
+      .kernels = clb_kernels_name(m->engine.kernels),
+  };
+}
+
+void colibri_get_memory(const colibri_model* m, colibri_memory* memory) {
+  *memory = m->memory;
+}
+
+bool colibri_is_eos(const colibri_model* m, uint64_t token) {
+  for (size_t i = 0; i < m->engine.graph.n_eos; i++) {
+    if (m->engine.graph.eos_ids[i] == token) return true;
+  }
+  return false;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Evaluation
+
+static colibri_status check_not_running(colibri_model* m) {
+  pthread_mutex_lock(&m->mutex);
+  const bool running = m->running;
+  pthread_mutex_unlock(&m->mutex);
+  // The error text belongs to the running evaluation, so it is left alone.
+  return running ? COLIBRI_BUSY : COLIBRI_OK;
+}
+
+static colibri_status check_input(colibri_model* m, const uint32_t* tokens, size_t n_tokens) {
+  const clb_engine* e = &m->engine;
+  for (size_t i = 0; i < n_tokens; i++) {
+    if (tokens[i] < e->graph.vocab) continue;
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "token %zu of the input is %u; this model's ids end at %llu", i,
+                    tokens[i], (unsigned long long)e->graph.vocab - 1);
+  }
+  if (n_tokens > e->ctx - m->position) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT,
+                    "%zu tokens do not fit: the context has %llu positions and %llu are used (this model allows a "
+                    "context of up to %llu)",
+                    n_tokens, (unsigned long long)e->ctx, (unsigned long long)m->position,
+                    (unsigned long long)e->graph.context_length);
+  }
+  return COLIBRI_OK;
+}
+
+colibri_status colibri_check_input(colibri_model* m, const uint32_t* tokens, size_t n_tokens) {
+  const colibri_status status = check_not_running(m);
+  return status == COLIBRI_OK ? check_input(m, tokens, n_tokens) : status;
+}
+
+static colibri_status check_eval(colibri_model* m, const uint32_t* tokens, size_t n_tokens, const float* logits,
+                                 size_t n_logits) {
+  const clb_error error = m->engine.error;
+  if (n_tokens == 0) return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "evaluation of no tokens");
+  if (n_logits > n_tokens || (n_logits > 0 && !logits)) {
+    return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "logits of %zu positions asked of %zu tokens", n_logits, n_tokens);
+  }
+  return check_input(m, tokens, n_tokens);
+}
+
+static colibri_status evaluate(colibri_model* m, const uint32_t* tokens, size_t n_tokens, float* logits,
+                               size_t n_logits) {
+  clb_engine* e = &m->engine;
+  const size_t without_logits = n_tokens - n_logits;
+  size_t done = 0;
+  while (done < n_tokens) {
+    const size_t n = n_tokens - done < e->batch_size ? n_tokens - done : e->batch_size;
+    const size_t first = done < without_logits ? without_logits : done;  // whose logits are wanted
+    const size_t wanted = first < done + n ? done + n - first : 0;
+    float* to = wanted ? logits + (first - without_logits) * e->graph.vocab : NULL;
+    const colibri_status status = clb_forward(e, tokens + done, n, m->position + done, to, wanted);
+    if (status != COLIBRI_OK) return status;
+    done += n;
+  }
+  m->position += n_tokens;
+  return COLIBRI_OK;
+}
+
+colibri_status colibri_eval(colibri_model* m, const uint32_t* tokens, size_t n_tokens, float* logits, size_t n_logits) {
+  colibri_status status = check_not_running(m);
+  if (status == COLIBRI_OK) status = check_eval(m, tokens, n_tokens, logits, n_logits);
+  if (status != COLIBRI_OK) return status;
+  atomic_store(&m->engine.cancelled, false);
+  return evaluate(m, tokens, n_tokens, logits, n_logits);
+}
+
+static void* evaluation_thread(void* argument) {
+  colibri_model* m = argument;
+  const colibri_status status = evaluate(m, m->tokens, m->n_tokens, m->logits, m->n_logits);
+  pthread_mutex_lock(&m->mutex);
+  m->result = status;
+  m->running = false;
+  pthread_cond_broadcast(&m->finished);
+  pthread_mutex_unlock(&m->mutex);
+  return NULL;
+}
+
+colibri_status colibri_eval_start(colibri_model* m, const uint32_t* tokens, size_t n_tokens, float* logits,
+                                  size_t n_logits) {
+  colibri_status status = check_not_running(m);
+  if (status == COLIBRI_OK) status = check_eval(m, tokens, n_tokens, logits, n_logits);
+  if (status != COLIBRI_OK) return status;
+  join_started(m);
+  memcpy(m->tokens, tokens, n_tokens * sizeof *tokens);
+  m->n_tokens = n_tokens;
+  m->logits = logits;
+  m->n_logits = n_logits;
+  pthread_mutex_lock(&m->mutex);
+  m->running = true;
+  pthread_mutex_unlock(&m->mutex);
+  atomic_store(&m->engine.cancelled, false);
+  sigset_t all, before;  // signals are the application's
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  m->started = pthread_create(&m->thread, NULL, evaluation_thread, m) == 0;
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (m->started) return COLIBRI_OK;
+  pthread_mutex_lock(&m->mutex);
+  m->running = false;
+  pthread_mutex_unlock(&m->mutex);
+  return clb_fail(m->engine.error, COLIBRI_ERROR_MEMORY, "an evaluation thread cannot be started");
+}
+
+static struct timespec seconds_from_now(double seconds) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  const double whole = floor(seconds);
+  t.tv_sec += (time_t)whole;
+  t.tv_nsec += (long)((seconds - whole) * 1e9);
+  if (t.tv_nsec >= 1000000000L) {
+    t.tv_nsec -= 1000000000L;
+    t.tv_sec++;
+  }
+  return t;
+}
+
+colibri_status colibri_wait(colibri_model* m, double seconds) {
+  const bool for_ever = !(seconds >= 0 && seconds < 1e9);
+  const struct timespec until = seconds_from_now(for_ever ? 0 : seconds);
+  pthread_mutex_lock(&m->mutex);
+  int failure = 0;
+  while (m->running && failure != ETIMEDOUT) {
+    failure =
+        for_ever ? pthread_cond_wait(&m->finished, &m->mutex) : pthread_cond_timedwait(&m->finished, &m->mutex, &until);
+  }
+  const colibri_status status = m->running ? COLIBRI_BUSY : m->result;
+  pthread_mutex_unlock(&m->mutex);
+  return status;
+}
+
+void colibri_cancel(colibri_model* m) {
+  atomic_store(&m->engine.cancelled, true);
+}
+
+uint64_t colibri_position(const colibri_model* m) {
+  return m->position;
+}
+
+colibri_status colibri_rewind(colibri_model* m, uint64_t position) {
+  const colibri_status status = check_not_running(m);
+  if (status != COLIBRI_OK) return status;
+  if (position > m->position) {
+    return clb_fail(m->engine.error, COLIBRI_ERROR_ARGUMENT, "rewinding to %llu: the sequence has %llu tokens",
+                    (unsigned long long)position, (unsigned long long)m->position);
+  }
+  m->position = position;
+  return COLIBRI_OK;
+}
+
+colibri_status colibri_sanity_check(colibri_model* m) {
+  const colibri_status running = check_not_running(m);
+  if (running != COLIBRI_OK) return running;
+  clb_engine* e = &m->engine;
+  const uint64_t position = m->position;
+  const uint32_t token =
+      e->graph.bos_id >= 0 && (uint64_t)e->graph.bos_id < e->graph.vocab ? (uint32_t)e->graph.bos_id : 0;
+  float* logits = e->scratch.logits;
+  const clb_trace trace = e->trace;
+  e->trace = (clb_trace){0};
+  const colibri_status status = colibri_eval(m, &token, 1, logits, 1);
+  e->trace = trace;
+  if (status != COLIBRI_OK) return status;
+  m->position = position;
+  for (size_t i = 1; i < e->graph.vocab; i++) {
+    if (logits[i] != logits[0]) return COLIBRI_OK;
+  }
+  return clb_fail(e->error, COLIBRI_ERROR_NUMERIC, "sanity check: all %llu logits of token %u are equal",
+                  (unsigned long long)e->graph.vocab, token);
+}
+
+colibri_status colibri_trace(colibri_model* m, uint32_t* experts, float* weights, size_t n_positions) {
+  const colibri_status status = check_not_running(m);
+  if (status != COLIBRI_OK) return status;
+  if (experts && !weights) {
+    return clb_fail(m->engine.error, COLIBRI_ERROR_ARGUMENT, "trace: room for experts, but none for their weights");
+  }
+  m->engine.trace = (clb_trace){.experts = experts, .weights = weights, .n_positions = n_positions};
+  return COLIBRI_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Metrics
+
+void colibri_get_metrics(const colibri_model* m, colibri_metrics* metrics) {
+  clb_store_metrics store;
+  clb_store_get_metrics(m->engine.store, &store);
+  *metrics = m->engine.metrics;
+  metrics->expert_hits = store.hits - m->store_base.hits;
+  metrics->expert_requests = metrics->expert_hits + store.misses - m->store_base.misses;
+  metrics->reads = store.reads - m->store_base.reads;
+  metrics->bytes_read = store.bytes_read - m->store_base.bytes_read;
+  metrics->io_backend = store.backend;
+  metrics->io_direct = store.direct;
+}
+
+void colibri_reset_metrics(colibri_model* m) {
+  clb_store_get_metrics(m->engine.store, &m->store_base);
+  m->engine.metrics = (colibri_metrics){0};
+}

@@ -1,0 +1,430 @@
+#include "graph.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "blocks.h"
+
+// Sizes beyond these belong to no model; below them no product of three overflows 64 bits.
+enum { MAX_LAYERS = 4096, MAX_WIDTH = 1 << 20, MAX_HEADS = 1 << 12, MAX_HEAD_DIM = 1 << 14 };
+static const uint64_t MAX_VOCAB = UINT64_C(1) << 28, MAX_CONTEXT = UINT64_C(1) << 31;
+
+typedef struct {
+  const clb_container* container;
+  clb_graph* graph;
+  clb_error error;
+} loader;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Spec keys
+
+static const char* const KNOWN_GRAPH_KEYS[] = {
+    "attention",     "n_heads",     "n_kv_heads", "head_dim",     "attention_scale", "qkv_bias",     "o_bias",
+    "qk_norm",       "clip_qkv",    "windows",    "norm",         "norm_eps",        "rope_dim",     "rope_pairing",
+    "rope_inv_freq", "rope_factor", "activation", "router_score", "router_norm",     "router_scale", "shared_width",
+    "shared_gated",  "dense_width",
+};
+
+static bool is_known_graph_key(const char* key, size_t n_bytes) {
+  for (size_t i = 0; i < sizeof KNOWN_GRAPH_KEYS / sizeof *KNOWN_GRAPH_KEYS; i++) {
+    if (strlen(KNOWN_GRAPH_KEYS[i]) == n_bytes && memcmp(KNOWN_GRAPH_KEYS[i], key, n_bytes) == 0) return true;
+  }
+  return false;
+}
+
+static colibri_status check_keys_known(const loader* l) {
+  static const char prefix[] = "graph.";
+  const size_t n_prefix = sizeof prefix - 1;
+  for (size_t i = 0; i < clb_spec_n_keys(l->container); i++) {
+    const clb_kv* kv = clb_spec_at(l->container, i);
+    if (kv->key_bytes < n_prefix || memcmp(kv->key, prefix, n_prefix) != 0) continue;
+    if (!is_known_graph_key(kv->key + n_prefix, kv->key_bytes - n_prefix)) {
+      return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED,
+                      "spec: the switch %.*s is not known to this version; it can inspect and verify this container, "
+                      "but not execute it",
+                      (int)kv->key_bytes, kv->key);
+    }
+  }
+  return COLIBRI_OK;
+}
+
+static colibri_status check_executable(const loader* l) {
+  bool executable = false;
+  if (!clb_spec_bool(l->container, "executable", &executable)) {
+    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: key 'executable' (bool) is missing");
+  }
+  if (executable) return COLIBRI_OK;
+  const char* why = "the spec does not say why";
+  size_t n_bytes = strlen(why);
+  clb_spec_string(l->container, "executable_lacks", &why, &n_bytes);
+  return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "this container cannot be executed: %.*s", (int)n_bytes, why);
+}
+
+static colibri_status bad_key(const loader* l, const char* key, const char* type) {
+  return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: expected key '%s' of type %s, found %s", key, type,
+                  clb_spec_find(l->container, key) ? "another type" : "no such key");
+}
+
+static colibri_status read_u64(const loader* l, const char* key, uint64_t min, uint64_t max, uint64_t* out) {
+  if (!clb_spec_u64(l->container, key, out)) return bad_key(l, key, "u64");
+  if (*out >= min && *out <= max) return COLIBRI_OK;
+  return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: %s: expected %llu to %llu, found %llu", key,
+                  (unsigned long long)min, (unsigned long long)max, (unsigned long long)*out);
+}
+
+// A finite number that fits f32, in which it is used.
+static colibri_status read_f64(const loader* l, const char* key, double min, double* out) {
+  if (!clb_spec_f64(l->container, key, out)) return bad_key(l, key, "f64");
+  if (isfinite((float)*out) && *out >= min) return COLIBRI_OK;
+  return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: %s: expected a finite number from %g, found %g", key, min,
+                  *out);
+}
+
+static colibri_status read_bool(const loader* l, const char* key, bool* out) {
+  return clb_spec_bool(l->container, key, out) ? COLIBRI_OK : bad_key(l, key, "bool");
+}
+
+// One of the words, by its number.
+static colibri_status read_word(const loader* l, const char* key, const char* const* words, size_t n_words,
+                                size_t* out) {
+  const char* value;
+  size_t n_bytes;
+  if (!clb_spec_string(l->container, key, &value, &n_bytes)) return bad_key(l, key, "string");
+  for (size_t i = 0; i < n_words; i++) {
+    if (strlen(words[i]) == n_bytes && memcmp(words[i], value, n_bytes) == 0) {
+      *out = i;
+      return COLIBRI_OK;
+    }
+  }
+  return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "spec: %s = '%.*s' is not known to this version", key,
+                  (int)(n_bytes < 64 ? n_bytes : 64), value);
+}
+
+#define TRY(call)                                    \
+  do {                                               \
+    colibri_status try_status = (call);              \
+    if (try_status != COLIBRI_OK) return try_status; \
+  } while (0)
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+static colibri_status read_sizes(loader* l) {
+  clb_graph* g = l->graph;
+  TRY(read_u64(l, "n_layers", 1, MAX_LAYERS, &g->n_layers));
+  TRY(read_u64(l, "hidden_size", 1, MAX_WIDTH, &g->hidden));
+  TRY(read_u64(l, "vocab_size", 1, MAX_VOCAB, &g->vocab));
+  TRY(read_u64(l, "context_length", 1, MAX_CONTEXT, &g->context_length));
+  TRY(read_u64(l, "n_tokens", 1, g->vocab, &g->n_tokens));
+  TRY(read_u64(l, "top_k", 1, 65536, &g->top_k));
+  TRY(read_u64(l, "graph.n_heads", 1, MAX_HEADS, &g->n_heads));
+  TRY(read_u64(l, "graph.n_kv_heads", 1, g->n_heads, &g->n_kv_heads));
+  TRY(read_u64(l, "graph.head_dim", 1, MAX_HEAD_DIM, &g->head_dim));
+  TRY(read_u64(l, "graph.rope_dim", 0, g->head_dim, &g->rope_dim));
+  TRY(read_u64(l, "graph.shared_width", 0, MAX_WIDTH, &g->shared_width));
+  TRY(read_u64(l, "graph.dense_width", 0, MAX_WIDTH, &g->dense_width));
+  if (g->n_heads % g->n_kv_heads != 0) {
+    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: graph.n_heads = %llu is no multiple of n_kv_heads = %llu",
+                    (unsigned long long)g->n_heads, (unsigned long long)g->n_kv_heads);
+  }
+  if (g->rope_dim % 2 != 0) {
+    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: graph.rope_dim: expected an even number, found %llu",
+                    (unsigned long long)g->rope_dim);
+  }
+  return COLIBRI_OK;
+}
+
+static colibri_status read_switches(loader* l) {
+  static const char *const attention[] = {"gqa"}, *const norm[] = {"rms"}, *const activation[] = {"silu"},
+                           *const score[] = {"softmax"}, *const qk_norm[] = {"none", "head", "full"},
+                           *const pairing[] = {"half", "adjacent"};
+  clb_graph* g = l->graph;
+  size_t word = 0;
+  TRY(read_word(l, "graph.attention", attention, COUNT(attention), &word));
+  TRY(read_word(l, "graph.norm", norm, COUNT(norm), &word));
+  TRY(read_word(l, "graph.activation", activation, COUNT(activation), &word));
+  TRY(read_word(l, "graph.router_score", score, COUNT(score), &word));
+  TRY(read_word(l, "graph.qk_norm", qk_norm, COUNT(qk_norm), &word));
+  g->qk_norm = (clb_qk_norm)word;
+  TRY(read_word(l, "graph.rope_pairing", pairing, COUNT(pairing), &word));
+  g->rope_pairing = (clb_rope_pairing)word;
+  TRY(read_f64(l, "graph.attention_scale", -INFINITY, &g->attention_scale));
+  TRY(read_f64(l, "graph.clip_qkv", 0, &g->clip_qkv));
+  TRY(read_f64(l, "graph.norm_eps", 0, &g->norm_eps));
+  TRY(read_f64(l, "graph.rope_factor", -INFINITY, &g->rope_factor));
+  TRY(read_f64(l, "graph.router_scale", -INFINITY, &g->router_scale));
+  TRY(read_bool(l, "graph.qkv_bias", &g->qkv_bias));
+  TRY(read_bool(l, "graph.o_bias", &g->o_bias));
+  TRY(read_bool(l, "graph.router_norm", &g->router_norm));
+  return read_bool(l, "graph.shared_gated", &g->shared_gated);
+}
+
+static colibri_status read_u64_array(const loader* l, const char* key, uint64_t n_expected, const uint64_t** out) {
+  size_t n;
+  if (!clb_spec_u64_array(l->container, key, out, &n)) return bad_key(l, key, "array of u64");
+  if (n == n_expected) return COLIBRI_OK;
+  return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: %s: expected %llu entries, found %zu", key,
+                  (unsigned long long)n_expected, n);
+}
+
+static colibri_status read_arrays(loader* l) {
+  clb_graph* g = l->graph;
+  size_t n;
+  if (!clb_spec_f64_array(l->container, "graph.rope_inv_freq", &g->rope_inv_freq, &n)) {
+    return bad_key(l, "graph.rope_inv_freq", "array of f64");
+  }
+  if (n != g->rope_dim / 2) {
+    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: graph.rope_inv_freq: expected %llu entries, found %zu",
+                    (unsigned long long)g->rope_dim / 2, n);
+  }
+  if (!clb_spec_i64(l->container, "bos_id", &g->bos_id)) return bad_key(l, "bos_id", "i64");
+  if (!clb_spec_u64_array(l->container, "eos_ids", &g->eos_ids, &g->n_eos)) {
+    return bad_key(l, "eos_ids", "array of u64");
+  }
+  const uint64_t *moe, *windows;
+  TRY(read_u64_array(l, "moe_layers", g->n_layers, &moe));
+  TRY(read_u64_array(l, "graph.windows", g->n_layers, &windows));
+  g->layers = calloc((size_t)g->n_layers, sizeof *g->layers);
+  if (!g->layers) return clb_fail(l->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
+  for (size_t i = 0; i < g->n_layers; i++) {
+    if (moe[i] > 1) {
+      return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: moe_layers[%zu]: expected 0 or 1, found %llu", i,
+                      (unsigned long long)moe[i]);
+    }
+    g->layers[i].moe = moe[i] == 1;
+    g->layers[i].window = windows[i];
+    g->n_moe_layers += moe[i];
+  }
+  return COLIBRI_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tensors
+
+static const struct {
+  uint16_t role;
+  const char* name;
+} ROLE_NAMES[] = {
+    {CLB_ROLE_TOKEN_EMBD, "token_embd"},   {CLB_ROLE_OUTPUT, "output"},
+    {CLB_ROLE_OUTPUT_NORM, "output_norm"}, {CLB_ROLE_ROPE_FACTORS, "rope_factors"},
+    {CLB_ROLE_ATTN_NORM, "attn_norm"},     {CLB_ROLE_ATTN_Q, "attn_q"},
+    {CLB_ROLE_ATTN_K, "attn_k"},           {CLB_ROLE_ATTN_V, "attn_v"},
+    {CLB_ROLE_ATTN_O, "attn_o"},           {CLB_ROLE_ATTN_Q_BIAS, "attn_q_bias"},
+    {CLB_ROLE_ATTN_K_BIAS, "attn_k_bias"}, {CLB_ROLE_ATTN_V_BIAS, "attn_v_bias"},
+    {CLB_ROLE_ATTN_O_BIAS, "attn_o_bias"}, {CLB_ROLE_ATTN_Q_NORM, "attn_q_norm"},
+    {CLB_ROLE_ATTN_K_NORM, "attn_k_norm"}, {CLB_ROLE_FFN_NORM, "ffn_norm"},
+    {CLB_ROLE_ROUTER, "router"},           {CLB_ROLE_DENSE_GATE, "dense_gate"},
+    {CLB_ROLE_DENSE_UP, "dense_up"},       {CLB_ROLE_DENSE_DOWN, "dense_down"},
+    {CLB_ROLE_SHARED_GATE, "shared_gate"}, {CLB_ROLE_SHARED_UP, "shared_up"},
+    {CLB_ROLE_SHARED_DOWN, "shared_down"}, {CLB_ROLE_SHARED_ROUTER, "shared_router"},
+};
+
+static const char* role_name(uint16_t role) {
+  for (size_t i = 0; i < COUNT(ROLE_NAMES); i++) {
+    if (ROLE_NAMES[i].role == role) return ROLE_NAMES[i].name;
+  }
+  return "other";
+}
+
+static colibri_status wrong_shape(const loader* l, const clb_tensor* t, uint64_t rows, uint64_t cols) {
+  char found[96] = "", expected[64];
+  size_t used = 0;
+  for (size_t i = 0; i < t->n_dims; i++) {
+    used +=
+        (size_t)snprintf(found + used, sizeof found - used, "%s%llu", i ? ", " : "", (unsigned long long)t->shape[i]);
+  }
+  if (rows) {
+    snprintf(expected, sizeof expected, "%llu, %llu", (unsigned long long)rows, (unsigned long long)cols);
+  } else {
+    snprintf(expected, sizeof expected, "%llu", (unsigned long long)cols);
+  }
+  return clb_fail(l->error, COLIBRI_ERROR_FORMAT,
+                  "tensor %.*s (%s, layer %d): expected shape [%s] by the spec, found [%s]", (int)t->name_bytes,
+                  t->name, role_name(t->role), t->layer, expected, found);
+}
+
+// The tensor of a role: a matrix [rows, cols], or a vector [cols] when rows is 0.
+static colibri_status find(const loader* l, const clb_tensor** out, uint16_t role, int32_t layer, uint64_t rows,
+                           uint64_t cols) {
+  const clb_tensor* t = clb_container_find(l->container, role, layer);
+  if (!t || t->group == CLB_GROUP_OPTIONAL) {
+    if (layer < 0) return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "the tensor %s is missing", role_name(role));
+    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "layer %d: the tensor %s is missing", layer, role_name(role));
+  }
+  uint64_t found_rows = t->n_dims == 2 ? t->shape[0] : 0, found_cols = t->shape[t->n_dims - 1];
+  bool row_vector = role == CLB_ROLE_SHARED_ROUTER && found_rows == 1;  // [1, hidden] in Hugging Face form
+  if (t->n_dims > 2 || found_cols != cols || (found_rows != rows && !row_vector)) return wrong_shape(l, t, rows, cols);
+  uint64_t row_bytes;
+  const clb_type* type = clb_type_by_id(t->type);
+  if (!type || !clb_row_bytes(type, cols, &row_bytes)) {
+    return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "tensor %.*s (%s, layer %d): type number %u is not executed",
+                    (int)t->name_bytes, t->name, role_name(role), layer, t->type);
+  }
+  *out = t;
+  return COLIBRI_OK;
+}
+
+static colibri_status find_attention(const loader* l, clb_graph_layer* layer, int32_t i) {
+  const clb_graph* g = l->graph;
+  const uint64_t h = g->hidden, q = g->n_heads * g->head_dim, kv = g->n_kv_heads * g->head_dim;
+  TRY(find(l, &layer->attn_norm, CLB_ROLE_ATTN_NORM, i, 0, h));
+  TRY(find(l, &layer->q, CLB_ROLE_ATTN_Q, i, q, h));
+  TRY(find(l, &layer->k, CLB_ROLE_ATTN_K, i, kv, h));
+  TRY(find(l, &layer->v, CLB_ROLE_ATTN_V, i, kv, h));
+  TRY(find(l, &layer->o, CLB_ROLE_ATTN_O, i, h, q));
+  if (g->qkv_bias) {
+    TRY(find(l, &layer->q_bias, CLB_ROLE_ATTN_Q_BIAS, i, 0, q));
+    TRY(find(l, &layer->k_bias, CLB_ROLE_ATTN_K_BIAS, i, 0, kv));
+    TRY(find(l, &layer->v_bias, CLB_ROLE_ATTN_V_BIAS, i, 0, kv));
+  }
+  if (g->o_bias) TRY(find(l, &layer->o_bias, CLB_ROLE_ATTN_O_BIAS, i, 0, h));
+  if (g->qk_norm != CLB_QK_NORM_NONE) {
+    bool full = g->qk_norm == CLB_QK_NORM_FULL;
+    TRY(find(l, &layer->q_norm, CLB_ROLE_ATTN_Q_NORM, i, 0, full ? q : g->head_dim));
+    TRY(find(l, &layer->k_norm, CLB_ROLE_ATTN_K_NORM, i, 0, full ? kv : g->head_dim));
+  }
+  return find(l, &layer->ffn_norm, CLB_ROLE_FFN_NORM, i, 0, h);
+}
+
+static colibri_status find_gated(const loader* l, clb_graph_layer* layer, int32_t i, uint16_t gate_role,
+                                 uint64_t width) {
+  const uint64_t h = l->graph->hidden;
+  TRY(find(l, &layer->gate, gate_role, i, width, h));
+  TRY(find(l, &layer->up, (uint16_t)(gate_role + 1), i, width, h));
+  return find(l, &layer->down, (uint16_t)(gate_role + 2), i, h, width);
+}
+
+static colibri_status find_moe(const loader* l, clb_graph_layer* layer, int32_t i) {
+  clb_graph* g = l->graph;
+  ptrdiff_t row = clb_container_row_of(l->container, 0, i);
+  if (row < 0) return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "layer %d: the expert index has no row for it", i);
+  layer->row = (size_t)row;
+  layer->n_experts = clb_container_row(l->container, layer->row)->n_experts;
+  if (layer->n_experts > g->max_experts) g->max_experts = layer->n_experts;
+  if (layer->n_experts < g->top_k) {
+    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "layer %d: top_k = %llu of %llu experts", i,
+                    (unsigned long long)g->top_k, (unsigned long long)layer->n_experts);
+  }
+  TRY(find(l, &layer->router, CLB_ROLE_ROUTER, i, layer->n_experts, g->hidden));
+  if (g->shared_width == 0) return COLIBRI_OK;
+  TRY(find_gated(l, layer, i, CLB_ROLE_SHARED_GATE, g->shared_width));
+  if (!g->shared_gated) return COLIBRI_OK;
+  return find(l, &layer->shared_router, CLB_ROLE_SHARED_ROUTER, i, 0, g->hidden);
+}
+
+static bool layer_uses(const clb_graph_layer* layer, const clb_tensor* t) {
+  const clb_tensor* const used[] = {
+      layer->attn_norm,
+      layer->q,
+      layer->k,
+      layer->v,
+      layer->o,
+      layer->q_bias,
+      layer->k_bias,
+      layer->v_bias,
+      layer->o_bias,
+      layer->q_norm,
+      layer->k_norm,
+      layer->ffn_norm,
+      layer->router,
+      layer->gate,
+      layer->up,
+      layer->down,
+      layer->shared_router,
+  };
+  for (size_t i = 0; i < COUNT(used); i++) {
+    if (used[i] == t) return true;
+  }
+  return false;
+}
+
+// A bias that is there but switched off in the spec would be a silent fault, so every tensor needed at run time by its
+// group must be one that is used. Rope factors are already part of graph.rope_inv_freq.
+static colibri_status check_all_used(const loader* l) {
+  const clb_graph* g = l->graph;
+  for (size_t i = 0; i < clb_container_n_tensors(l->container); i++) {
+    const clb_tensor* t = clb_container_tensor(l->container, i);
+    if (t->group == CLB_GROUP_OPTIONAL || t->role == CLB_ROLE_ROPE_FACTORS) continue;
+    bool used = t == g->token_embd || t == g->output || t == g->output_norm;
+    if (t->layer >= 0 && (uint64_t)t->layer < g->n_layers) used = used || layer_uses(&g->layers[t->layer], t);
+    if (!used) {
+      return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED,
+                      "tensor %.*s (%s, layer %d): the graph of the spec has no use for it", (int)t->name_bytes,
+                      t->name, role_name(t->role), t->layer);
+    }
+  }
+  return COLIBRI_OK;
+}
+
+static colibri_status find_tensors(loader* l) {
+  clb_graph* g = l->graph;
+  TRY(find(l, &g->token_embd, CLB_ROLE_TOKEN_EMBD, -1, g->vocab, g->hidden));
+  TRY(find(l, &g->output, CLB_ROLE_OUTPUT, -1, g->vocab, g->hidden));
+  TRY(find(l, &g->output_norm, CLB_ROLE_OUTPUT_NORM, -1, 0, g->hidden));
+  for (size_t i = 0; i < g->n_layers; i++) {
+    clb_graph_layer* layer = &g->layers[i];
+    TRY(find_attention(l, layer, (int32_t)i));
+    if (layer->moe) {
+      TRY(find_moe(l, layer, (int32_t)i));
+    } else {
+      TRY(find_gated(l, layer, (int32_t)i, CLB_ROLE_DENSE_GATE, g->dense_width));
+    }
+  }
+  return check_all_used(l);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Experts
+
+static colibri_status check_part(const loader* l, uint32_t layout, const clb_part* part) {
+  if (part->role > CLB_PART_DOWN) {
+    return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "layout %u: expert biases are not executed by this version",
+                    layout);
+  }
+  if (part->permutation != 0) {
+    return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "layout %u: permutation %u is not known to this version",
+                    layout, part->permutation);
+  }
+  uint64_t row_bytes;
+  const clb_type* type = clb_type_by_id(part->type);
+  if (!type || !clb_row_bytes(type, part->cols, &row_bytes)) {
+    return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "layout %u: type number %u is not executed", layout,
+                    part->type);
+  }
+  return COLIBRI_OK;
+}
+
+static colibri_status check_layouts(const loader* l) {
+  clb_graph* g = l->graph;
+  for (size_t i = 0; i < clb_container_n_layouts(l->container); i++) {
+    const clb_layout* layout = clb_container_layout(l->container, (uint32_t)i);
+    for (size_t p = 0; p < layout->n_parts; p++) {
+      TRY(check_part(l, (uint32_t)i, &layout->parts[p]));
+      if (layout->parts[p].role == CLB_PART_GATE && layout->parts[p].rows > g->max_width) {
+        g->max_width = layout->parts[p].rows;
+      }
+    }
+  }
+  if (g->max_width > MAX_WIDTH) {
+    return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "experts %llu wide are not executed by this version",
+                    (unsigned long long)g->max_width);
+  }
+  return COLIBRI_OK;
+}
+
+colibri_status clb_graph_load(const clb_container* container, clb_graph* graph, clb_error error) {
+  *graph = (clb_graph){0};
+  loader l = {container, graph, error};
+  TRY(check_executable(&l));
+  TRY(check_keys_known(&l));
+  TRY(read_switches(&l));
+  TRY(read_sizes(&l));
+  TRY(read_arrays(&l));
+  TRY(find_tensors(&l));
+  return check_layouts(&l);
+}
+
+void clb_graph_free(clb_graph* graph) {
+  free(graph->layers);
+  *graph = (clb_graph){0};
+}

@@ -1,0 +1,48 @@
+// What a container's spec asks to compute, checked: sizes, switches, and the tensors of every layer.
+//
+// A switch of the spec that is not known here is refused by name, as are tensors the graph would not use: what a
+// container says is either computed or reported, never passed over.
+#ifndef CLB_GRAPH_H
+#define CLB_GRAPH_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "container.h"
+#include "errors.h"
+
+typedef enum { CLB_QK_NORM_NONE, CLB_QK_NORM_HEAD, CLB_QK_NORM_FULL } clb_qk_norm;
+typedef enum { CLB_ROPE_HALF, CLB_ROPE_ADJACENT } clb_rope_pairing;
+
+// Tensors of one layer, by role; NULL where the graph has none.
+typedef struct {
+  const clb_tensor *attn_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
+  const clb_tensor *ffn_norm, *router, *gate, *up, *down, *shared_router;  // gate, up, down: shared or dense
+  bool moe;
+  uint64_t n_experts;
+  size_t row;       // of the expert index
+  uint64_t window;  // 0: all
+} clb_graph_layer;
+
+typedef struct {
+  uint64_t n_layers, n_moe_layers, hidden, vocab, context_length, n_tokens;
+  uint64_t n_heads, n_kv_heads, head_dim, rope_dim;
+  uint64_t top_k, max_experts, max_width, shared_width, dense_width;
+  double attention_scale, clip_qkv, norm_eps, rope_factor, router_scale;
+  bool qkv_bias, o_bias, router_norm, shared_gated;
+  clb_qk_norm qk_norm;
+  clb_rope_pairing rope_pairing;
+  const double* rope_inv_freq;  // [rope_dim / 2], of the container
+  int64_t bos_id;
+  const uint64_t* eos_ids;  // [n_eos], of the container
+  size_t n_eos;
+  const clb_tensor *token_embd, *output, *output_norm;
+  clb_graph_layer* layers;  // [n_layers]
+} clb_graph;
+
+// Fills `graph`, which points into `container`. Free it in any case.
+colibri_status clb_graph_load(const clb_container* container, clb_graph* graph, clb_error error);
+void clb_graph_free(clb_graph* graph);
+
+#endif

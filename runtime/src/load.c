@@ -1,0 +1,412 @@
+// Opening a container for execution: sizes first, then memory, then the resident tensors.
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "crc32c.h"
+#include "engine.h"
+
+enum {
+  DEFAULT_CTX = 4096,
+  MAX_CTX = 1 << 20,
+  DEFAULT_BATCH = 256,
+  MAX_BATCH = 4096,
+  READ_BYTES = 8 << 20,    // of one task
+  VECTOR_ALIGNMENT = 16,   // floats
+  SCRATCH_ALIGNMENT = 64,  // bytes
+};
+
+#define TRY(call)                                    \
+  do {                                               \
+    colibri_status try_status = (call);              \
+    if (try_status != COLIBRI_OK) return try_status; \
+  } while (0)
+
+static uint64_t align_up(uint64_t n, uint64_t alignment) {
+  return (n + alignment - 1) / alignment * alignment;
+}
+static uint64_t larger(uint64_t a, uint64_t b) {
+  return a > b ? a : b;
+}
+static uint64_t smaller(uint64_t a, uint64_t b) {
+  return a < b ? a : b;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Options
+
+static colibri_status check_options(clb_engine* e, const colibri_options* o) {
+  const uint64_t limit = e->graph.context_length;
+  if (o->ctx > smaller(limit, MAX_CTX)) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu: this model allows up to %llu",
+                    (unsigned long long)o->ctx, (unsigned long long)smaller(limit, MAX_CTX));
+  }
+  if (o->batch_size > MAX_BATCH) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "batch size of %llu: expected up to %d",
+                    (unsigned long long)o->batch_size, MAX_BATCH);
+  }
+  if (o->n_threads > CLB_POOL_MAX_THREADS || o->io_threads > CLB_STORE_MAX_IO_THREADS) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "threads: expected up to %d for computing and %d for reading",
+                    CLB_POOL_MAX_THREADS, CLB_STORE_MAX_IO_THREADS);
+  }
+  e->ctx = o->ctx ? o->ctx : smaller(limit, DEFAULT_CTX);
+  e->batch_size = smaller(o->batch_size ? o->batch_size : DEFAULT_BATCH, e->ctx);
+  e->n_threads = o->n_threads ? o->n_threads : smaller(clb_available_cpus(), CLB_POOL_MAX_THREADS);
+  e->io_threads = o->io_threads;
+  e->check = !o->skip_checksums;
+  const uint64_t n_chunks = e->ctx / CLB_ATTENTION_CHUNK + 1;
+  if (n_chunks * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu: too large for %llu key heads",
+                    (unsigned long long)e->ctx, (unsigned long long)e->graph.n_kv_heads);
+  }
+  return COLIBRI_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Sizes
+
+static bool is_vector(const clb_tensor* t) {
+  return t->n_dims == 1 || t->role == CLB_ROLE_SHARED_ROUTER;
+}
+
+// Whether the tensor's bytes are held in memory: all that the graph uses, but an embedding that is no head as well.
+static bool is_resident(const clb_engine* e, const clb_tensor* t) {
+  if (t->group == CLB_GROUP_OPTIONAL || t->role == CLB_ROLE_ROPE_FACTORS) return false;
+  return !(e->embedding_on_demand && t->role == CLB_ROLE_TOKEN_EMBD);
+}
+
+typedef struct {
+  uint64_t offset, end;  // in the file, multiples of CLB_IO_UNIT
+  uint64_t arena_offset;
+} file_range;
+
+static int by_offset(const void* left, const void* right) {
+  const file_range *a = left, *b = right;
+  return a->offset < b->offset ? -1 : a->offset > b->offset;
+}
+
+// The stretches of the file that hold resident tensors, merged. `ranges` has room for all tensors.
+static size_t resident_ranges(const clb_engine* e, file_range* ranges, uint64_t* n_bytes) {
+  size_t n = 0;
+  for (size_t i = 0; i < clb_container_n_tensors(e->container); i++) {
+    const clb_tensor* t = clb_container_tensor(e->container, i);
+    if (!is_resident(e, t)) continue;
+    const uint64_t offset = t->offset / CLB_IO_UNIT * CLB_IO_UNIT;
+    ranges[n++] = (file_range){.offset = offset, .end = align_up(t->offset + t->bytes, CLB_IO_UNIT)};
+  }
+  qsort(ranges, n, sizeof *ranges, by_offset);
+  size_t merged = 0;
+  for (size_t i = 0; i < n; i++) {
+    if (merged > 0 && ranges[i].offset <= ranges[merged - 1].end) {
+      ranges[merged - 1].end = larger(ranges[merged - 1].end, ranges[i].end);
+    } else {
+      ranges[merged++] = ranges[i];
+    }
+  }
+  *n_bytes = 0;
+  for (size_t i = 0; i < merged; i++) {
+    ranges[i].arena_offset = *n_bytes;
+    *n_bytes += ranges[i].end - ranges[i].offset;
+  }
+  return merged;
+}
+
+// Norms, biases and the shared router are held as f32.
+static uint64_t vector_floats(const clb_engine* e) {
+  uint64_t n = 0;
+  for (size_t i = 0; i < clb_container_n_tensors(e->container); i++) {
+    const clb_tensor* t = clb_container_tensor(e->container, i);
+    if (is_resident(e, t) && is_vector(t)) n += align_up(t->shape[t->n_dims - 1], VECTOR_ALIGNMENT);
+  }
+  return n;
+}
+
+static void* take(uint8_t* base, uint64_t* used, uint64_t n_bytes) {
+  uint8_t* place = base ? base + *used : NULL;
+  *used += align_up(n_bytes, SCRATCH_ALIGNMENT);
+  return place;
+}
+
+static float* take_floats(uint8_t* base, uint64_t* used, uint64_t n) {
+  return take(base, used, n * sizeof(float));
+}
+static uint32_t* take_ids(uint8_t* base, uint64_t* used, uint64_t n) {
+  return take(base, used, n * sizeof(uint32_t));
+}
+
+// Places scratch at base, or only measures it when base is NULL. Returns its bytes.
+static uint64_t place_scratch(clb_engine* e, uint8_t* base) {
+  const clb_graph* g = &e->graph;
+  clb_scratch* s = &e->scratch;
+  const uint64_t b = e->batch_size, h = g->hidden, d = g->head_dim, group = g->n_heads / g->n_kv_heads;
+  const uint64_t width = larger(g->max_width, larger(g->shared_width, g->dense_width));
+  const uint64_t parts = larger(e->ctx / CLB_ATTENTION_CHUNK + 1, 2 * e->n_threads);
+  uint64_t used = 0;
+  s->x = take_floats(base, &used, b * h);
+  s->normed = take_floats(base, &used, b * h);
+  s->q = take_floats(base, &used, b * g->n_heads * d);
+  s->k = take_floats(base, &used, b * g->n_kv_heads * d);
+  s->v = take_floats(base, &used, b * g->n_kv_heads * d);
+  s->attended = take_floats(base, &used, b * g->n_heads * d);
+  s->projected = take_floats(base, &used, b * h);
+  s->cos = take_floats(base, &used, b * g->rope_dim / 2);
+  s->sin = take_floats(base, &used, b * g->rope_dim / 2);
+  s->scores = take_floats(base, &used, e->n_threads * group * CLB_ATTENTION_CHUNK);
+  s->partial = take_floats(base, &used, parts * g->n_heads * (d + 2));
+  s->router = take_floats(base, &used, b * g->max_experts);
+  s->weights = take_floats(base, &used, b * g->top_k);
+  s->gathered = take_floats(base, &used, b * h);
+  s->gate = take_floats(base, &used, b * width);
+  s->up = take_floats(base, &used, b * width);
+  s->pairs = take_floats(base, &used, b * g->top_k * h);
+  s->logits = take_floats(base, &used, g->vocab);
+  s->chosen = take_ids(base, &used, b * g->top_k);
+  s->pair_of = take_ids(base, &used, b * g->top_k);
+  s->token_of = take_ids(base, &used, b * g->top_k);
+  s->start = take_ids(base, &used, g->max_experts + 1);
+  s->requested = take_ids(base, &used, g->max_experts);
+  s->row = take(base, &used, e->token_embd.row_bytes);
+  return used;
+}
+
+static clb_matrix matrix_of(const clb_tensor* t) {
+  return (clb_matrix){
+      .type = t->type, .rows = t->shape[0], .cols = t->shape[1], .row_bytes = t->bytes / t->shape[0], .data = NULL};
+}
+
+static colibri_status plan_cache(clb_engine* e, uint64_t asked, colibri_memory* m) {
+  clb_store_sizes sizes;
+  clb_store_measure(e->container, &sizes);
+  m->min_cache_bytes = sizes.minimum_bytes;
+  m->all_experts_bytes = sizes.all_bytes;
+  if (asked > 0 && asked < sizes.minimum_bytes) {
+    return clb_fail(e->error, COLIBRI_ERROR_MEMORY,
+                    "expert cache of %llu bytes: this model needs at least %llu (two blocks)",
+                    (unsigned long long)asked, (unsigned long long)sizes.minimum_bytes);
+  }
+  if (asked == 0) {
+    const uint64_t others = m->resident_bytes + m->kv_bytes + m->scratch_bytes + m->metadata_bytes;
+    asked = larger(m->available_bytes > others ? (m->available_bytes - others) / 2 : 0, sizes.minimum_bytes);
+  }
+  m->cache_bytes = e->cache_bytes = larger(smaller(asked, sizes.all_bytes), sizes.minimum_bytes);
+  return COLIBRI_OK;
+}
+
+static colibri_status plan_memory(clb_engine* e, uint64_t cache_asked, colibri_memory* m) {
+  const clb_graph* g = &e->graph;
+  *m = (colibri_memory){
+      .ctx = e->ctx, .context_length = g->context_length, .metadata_bytes = clb_container_data_offset(e->container)};
+  file_range* ranges = calloc(clb_container_n_tensors(e->container), sizeof *ranges);
+  if (!ranges) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the tensor table");
+  resident_ranges(e, ranges, &e->resident.n_bytes);
+  free(ranges);
+  e->vectors.n_bytes = align_up(vector_floats(e) * sizeof(float), CLB_IO_UNIT);
+  e->kv.n_bytes = align_up(2 * g->n_layers * g->n_kv_heads * e->ctx * g->head_dim * sizeof(float), CLB_IO_UNIT);
+  e->scratch_memory.n_bytes = align_up(place_scratch(e, NULL), CLB_IO_UNIT);
+  m->resident_bytes = e->resident.n_bytes + e->vectors.n_bytes;
+  m->kv_bytes = e->kv.n_bytes;
+  m->scratch_bytes = e->scratch_memory.n_bytes;
+  m->available_bytes = clb_available_memory();
+  TRY(plan_cache(e, cache_asked, m));
+  m->total_bytes = m->metadata_bytes + m->resident_bytes + m->kv_bytes + m->cache_bytes + m->scratch_bytes;
+  return COLIBRI_OK;
+}
+
+colibri_status clb_engine_plan(clb_engine* e, const char* path, const colibri_options* options,
+                               colibri_memory* memory) {
+  e->file.fd = -1;
+  colibri_options defaults;
+  colibri_options_init(&defaults);
+  if (!options) options = &defaults;
+  if (options->struct_bytes != sizeof *options) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "options: call colibri_options_init first");
+  }
+  char text[COLIBRI_ERROR_BYTES] = "";
+  e->container = clb_container_open(path, text, sizeof text);
+  if (!e->container) return clb_fail(e->error, COLIBRI_ERROR_FORMAT, "%s", text);
+  TRY(clb_graph_load(e->container, &e->graph, e->error));
+  TRY(check_options(e, options));
+  e->token_embd = matrix_of(e->graph.token_embd);
+  e->output = matrix_of(e->graph.output);
+  e->embedding_offset = e->graph.token_embd->offset;
+  e->embedding_on_demand = e->graph.output->offset != e->embedding_offset;
+  return plan_memory(e, options->expert_cache_bytes, memory);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Reading
+
+typedef struct {
+  clb_engine* engine;
+  const file_range* ranges;
+  size_t n_ranges;
+  _Atomic int read_error;          // errno of a failed read
+  _Atomic uint64_t failed_offset;  // of that read
+  _Atomic size_t failed_tensor;    // index + 1 of a tensor whose checksum is wrong
+} load_job;
+
+static size_t range_tasks(const file_range* r) {
+  return (size_t)((r->end - r->offset + READ_BYTES - 1) / READ_BYTES);
+}
+
+static void read_task(void* context, size_t task, size_t worker) {
+  (void)worker;
+  load_job* job = context;
+  const file_range* r = job->ranges;
+  while (task >= range_tasks(r)) task -= range_tasks(r++);
+  const uint64_t done = (uint64_t)task * READ_BYTES, left = r->end - r->offset - done;
+  uint8_t* to = (uint8_t*)job->engine->resident.pages + r->arena_offset + done;
+  const int failure = clb_file_read(&job->engine->file, r->offset + done, to, (size_t)smaller(left, READ_BYTES));
+  if (failure == 0) return;
+  atomic_store(&job->failed_offset, r->offset + done);
+  atomic_store(&job->read_error, failure);
+}
+
+static uint8_t* locate(const load_job* job, uint64_t offset) {
+  const file_range* r = job->ranges;
+  while (offset >= r->end) r++;
+  return (uint8_t*)job->engine->resident.pages + r->arena_offset + (offset - r->offset);
+}
+
+static void check_task(void* context, size_t task, size_t worker) {
+  (void)worker;
+  load_job* job = context;
+  const clb_tensor* t = clb_container_tensor(job->engine->container, task);
+  if (!is_resident(job->engine, t) || t->alias) return;
+  if (clb_crc32c(0, locate(job, t->offset), t->bytes) != t->crc32c) atomic_store(&job->failed_tensor, task + 1);
+}
+
+static colibri_status read_resident(clb_engine* e, load_job* job) {
+  size_t n_tasks = 0;
+  for (size_t i = 0; i < job->n_ranges; i++) n_tasks += range_tasks(&job->ranges[i]);
+  clb_pool_run(e->pool, read_task, job, n_tasks);
+  char text[256];
+  if (atomic_load(&job->read_error) != 0) {
+    clb_file_describe(job->read_error, job->failed_offset, READ_BYTES, text, sizeof text);
+    return clb_fail(e->error, COLIBRI_ERROR_IO, "resident tensors: %s", text);
+  }
+  if (e->check) clb_pool_run(e->pool, check_task, job, clb_container_n_tensors(e->container));
+  if (atomic_load(&job->failed_tensor) == 0) return COLIBRI_OK;
+  const clb_tensor* t = clb_container_tensor(e->container, job->failed_tensor - 1);
+  return clb_fail(e->error, COLIBRI_ERROR_IO,
+                  "tensor %.*s at offset %llu: its bytes do not match their checksum; run 'colibri verify'",
+                  (int)t->name_bytes, t->name, (unsigned long long)t->offset);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Binding tensors to memory
+
+typedef struct {
+  clb_engine* engine;
+  const load_job* job;
+  uint64_t used;  // floats of the vector arena
+} binder;
+
+static clb_matrix bind_matrix(const binder* b, const clb_tensor* t) {
+  if (!t) return (clb_matrix){0};
+  clb_matrix m = matrix_of(t);
+  m.data = locate(b->job, t->offset);
+  return m;
+}
+
+static const float* bind_vector(binder* b, const clb_tensor* t) {
+  if (!t) return NULL;
+  const size_t n = t->shape[t->n_dims - 1];
+  float* to = (float*)b->engine->vectors.pages + b->used;
+  clb_dequantize_with(b->engine->kernels, t->type, locate(b->job, t->offset), to, n);
+  b->used += align_up(n, VECTOR_ALIGNMENT);
+  return to;
+}
+
+static void bind_layer(binder* b, const clb_graph_layer* from, clb_layer* to) {
+  to->q = bind_matrix(b, from->q);
+  to->k = bind_matrix(b, from->k);
+  to->v = bind_matrix(b, from->v);
+  to->o = bind_matrix(b, from->o);
+  to->router = bind_matrix(b, from->router);
+  to->gate = bind_matrix(b, from->gate);
+  to->up = bind_matrix(b, from->up);
+  to->down = bind_matrix(b, from->down);
+  to->attn_norm = bind_vector(b, from->attn_norm);
+  to->ffn_norm = bind_vector(b, from->ffn_norm);
+  to->q_norm = bind_vector(b, from->q_norm);
+  to->k_norm = bind_vector(b, from->k_norm);
+  to->q_bias = bind_vector(b, from->q_bias);
+  to->k_bias = bind_vector(b, from->k_bias);
+  to->v_bias = bind_vector(b, from->v_bias);
+  to->o_bias = bind_vector(b, from->o_bias);
+  to->shared_router = bind_vector(b, from->shared_router);
+}
+
+static colibri_status load_resident(clb_engine* e) {
+  file_range* ranges = calloc(clb_container_n_tensors(e->container), sizeof *ranges);
+  if (!ranges) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the tensor table");
+  load_job job = {.engine = e, .ranges = ranges};
+  uint64_t n_bytes;
+  job.n_ranges = resident_ranges(e, ranges, &n_bytes);
+  const colibri_status status = read_resident(e, &job);
+  if (status == COLIBRI_OK) {
+    binder b = {.engine = e, .job = &job};
+    for (size_t i = 0; i < e->graph.n_layers; i++) bind_layer(&b, &e->graph.layers[i], &e->layers[i]);
+    e->output = bind_matrix(&b, e->graph.output);
+    e->output_norm = bind_vector(&b, e->graph.output_norm);
+    if (!e->embedding_on_demand) e->token_embd = bind_matrix(&b, e->graph.token_embd);
+  }
+  free(ranges);
+  return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Open and close
+
+static colibri_status allocate(clb_engine* e, clb_arena* arena, const char* what) {
+  arena->pages = clb_pages_alloc(arena->n_bytes);
+  if (arena->pages) return COLIBRI_OK;
+  return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "%s: no memory for %llu bytes", what,
+                  (unsigned long long)arena->n_bytes);
+}
+
+static colibri_status allocate_all(clb_engine* e) {
+  TRY(allocate(e, &e->resident, "resident tensors"));
+  TRY(allocate(e, &e->vectors, "norms and biases"));
+  TRY(allocate(e, &e->kv, "keys and values; a smaller context needs less"));
+  TRY(allocate(e, &e->scratch_memory, "scratch; a smaller batch size needs less"));
+  // Only a hint: weights are read from one end to the other.
+  (void)madvise(e->resident.pages, e->resident.n_bytes, MADV_HUGEPAGE);
+  place_scratch(e, e->scratch_memory.pages);
+  e->keys = e->kv.pages;
+  e->values = e->keys + e->graph.n_layers * e->graph.n_kv_heads * e->ctx * e->graph.head_dim;
+  e->layers = calloc(e->graph.n_layers, sizeof *e->layers);
+  if (!e->layers) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
+  return COLIBRI_OK;
+}
+
+colibri_status clb_engine_open(clb_engine* e) {
+  char text[COLIBRI_ERROR_BYTES] = "";
+  e->kernels = clb_kernels_best();
+  TRY(allocate_all(e));
+  e->pool = clb_pool_open(e->n_threads);
+  if (!e->pool) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "%zu compute threads cannot be started", e->n_threads);
+  if (!clb_file_open(&e->file, clb_container_fd(e->container), text, sizeof text)) {
+    return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", text);
+  }
+  const clb_store_options options = {.cache_bytes = e->cache_bytes,
+                                     .io_threads = (uint32_t)e->io_threads,
+                                     .check = e->check ? CLB_CHECK_FIRST : CLB_CHECK_NEVER};
+  e->store = clb_store_open(e->container, &options, text, sizeof text);
+  if (!e->store) return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", text);
+  return load_resident(e);
+}
+
+void clb_engine_close(clb_engine* e) {
+  clb_store_close(e->store);
+  if (e->file.fd >= 0) clb_file_close(&e->file);
+  clb_pool_close(e->pool);
+  clb_arena* const arenas[] = {&e->resident, &e->vectors, &e->kv, &e->scratch_memory};
+  for (size_t i = 0; i < sizeof arenas / sizeof *arenas; i++) {
+    if (arenas[i]->pages) clb_pages_free(arenas[i]->pages, arenas[i]->n_bytes);
+  }
+  free(e->layers);
+  clb_graph_free(&e->graph);
+  clb_container_close(e->container);
+}
