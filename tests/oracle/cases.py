@@ -1,0 +1,244 @@
+"""The models whose logits are compared with transformers. No torch here.
+
+`CASES` is the table; `load(case)` reads the committed values and checks that the model builder
+still makes the weights they were computed from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny_models as tm
+from tiny_models import TinySpec
+
+VALUES = Path(__file__).parent / "values"
+TINY_MOE = Path(__file__).parents[2] / "fixtures" / "tiny-moe"
+
+LOGIT_TOLERANCE = 2e-4
+"""Largest allowed |difference|, as a share of (max - min) of the oracle's logits of a position.
+
+Both sides compute in float32 with sums in another order; that alone costs about 1e-6 of the range.
+"""
+
+GAP_TOLERANCE = 1e-4
+"""A router's choice must be the oracle's where k-th and next logit are further apart than this, as
+a share of (max - min) of the router's logits. Twice LOGIT_TOLERANCE is promised; the prompts are
+chosen so that every gap is above this smaller bound, and every choice is compared."""
+
+
+_SEEDS = {
+    "qwen2_moe-f32": 9,
+    "qwen2_moe-bf16": 9,
+    "qwen2_moe-top1": 8,
+    "qwen2_moe-tied": 9,
+    "olmoe-square": 9,
+    "olmoe-top1": 8,
+    "mixtral-f16": 8,
+    "mixtral-window": 9,
+    "mixtral-head-dim-null": 12,
+    "qwen2_moe-norm": 10,
+    "qwen2_moe-window": 8,
+    "qwen2_moe-dense": 9,
+    "qwen3_moe-no-norm": 9,
+    "qwen3_moe-window": 10,
+    "olmoe-bias": 12,
+    "qwen3_moe-linear": 13,
+    "qwen3_moe-llama3": 10,
+    "qwen3_moe-yarn": 12,
+    "mixtral-llama3": 13,
+    "olmoe-yarn": 8,
+    "qwen2_moe-yarn-keys": 8,
+}
+"""Seeds of prompts that leave no router choice to the last bits; 7 elsewhere."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and its prompts; `positions` are those whose logits are stored, None = all."""
+
+    name: str
+    family: str
+    spec: TinySpec
+    dtype: str = "f32"
+    overrides: dict[str, Any] = field(default_factory=dict)
+    prompts: tuple[int, ...] = (48, 5, 1)
+    """Lengths of the prompts."""
+    positions: tuple[int, ...] | None = None
+    gguf: bool = True
+    """False where the GGUF architecture has no key for the switch."""
+
+    def tokens(self, i: int) -> list[int]:
+        """The ids of prompt i."""
+        return tm.prompt(self.prompts[i], self.spec.vocab, seed=11 * i + _SEEDS.get(self.name, 7))
+
+    def stored_positions(self, i: int) -> list[int]:
+        """The positions of prompt i whose logits are stored."""
+        n = self.prompts[i]
+        return list(range(n)) if self.positions is None else [p for p in self.positions if p < n]
+
+    def fingerprint(self) -> str:
+        """Changes when the weights, the configuration, or the prompts of the case change."""
+        sha = hashlib.sha256(tm.digest(tm.tensors(self.family, self.spec)).encode())
+        settings = tm.config(self.family, self.spec, dtype=self.dtype, overrides=self.overrides)
+        sha.update(json.dumps(settings, sort_keys=True).encode())
+        sha.update(json.dumps([self.tokens(i) for i in range(len(self.prompts))]).encode())
+        return sha.hexdigest()
+
+
+_LONG = tuple(range(0, 200, 20)) + tuple(range(200, 232, 2))
+"""Most of rope scaling shows only far from the start."""
+
+
+def _case(name: str, family: str, gguf: bool = True, **spec: Any) -> Case:
+    return Case(name, family, tm.default_spec(family, **spec), gguf=gguf)
+
+
+def _long(name: str, family: str, gguf: bool = True, **spec: Any) -> Case:
+    return Case(
+        name,
+        family,
+        tm.default_spec(family, max_position=256, **spec),
+        prompts=(232,),
+        positions=_LONG,
+        gguf=gguf,
+    )
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, **more}
+
+
+_LINEAR = _rope("linear", factor=4.0)
+_LLAMA3 = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+_YARN_ALL = {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
+
+
+def _cases() -> list[Case]:
+    out = []
+    for family in tm.FAMILIES:
+        spec = tm.default_spec(family)
+        out += [Case(f"{family}-{dtype}", family, spec, dtype) for dtype in ("f32", "bf16")]
+        out.append(Case(f"{family}-square", family, tm.square_spec(family), prompts=(48,)))
+        out.append(_case(f"{family}-top1", family, top_k=1))
+        out.append(_case(f"{family}-topall", family, top_k=12))
+        out.append(_case(f"{family}-tied", family, tied=True))
+    out += [
+        Case("mixtral-f16", "mixtral", tm.default_spec("mixtral"), "f16", prompts=(48,)),
+        _case("mixtral-window", "mixtral", window=16),
+        _case("mixtral-head-dim-null", "mixtral", explicit_head_dim=False, head_dim=8),
+        _case("qwen2_moe-norm", "qwen2_moe", norm_topk=True),
+        _case("qwen2_moe-shared-strong", "qwen2_moe", shared_gate_gain=12.0),
+        _case("qwen2_moe-window", "qwen2_moe", gguf=False, window=10),
+        _case("qwen2_moe-head-dim", "qwen2_moe", heads=8, explicit_head_dim=True),
+        _case("qwen2_moe-dense", "qwen2_moe", dense_layers=(1,)),
+        Case(
+            "qwen2_moe-sparse-step",
+            "qwen2_moe",
+            tm.default_spec("qwen2_moe", dense_layers=(0, 2)),
+            overrides={"decoder_sparse_step": 2, "mlp_only_layers": []},
+        ),
+        _case("qwen3_moe-no-norm", "qwen3_moe", norm_topk=False),
+        _case("qwen3_moe-dense", "qwen3_moe", dense_layers=(0,)),
+        _case("qwen3_moe-bias", "qwen3_moe", attention_bias=True),
+        _case("qwen3_moe-window", "qwen3_moe", window=16),
+        _case("qwen3_moe-pruned", "qwen3_moe", gguf=False, experts_of_layer=(12, 8, 5)),
+        _case("olmoe-norm", "olmoe", norm_topk=True),
+        _case("olmoe-clip", "olmoe", clip_qkv=0.8),
+        _case("olmoe-bias", "olmoe", attention_bias=True),
+        _long("qwen3_moe-long", "qwen3_moe"),
+        _long("qwen3_moe-linear", "qwen3_moe", rope=_LINEAR),
+        _long("qwen3_moe-llama3", "qwen3_moe", rope=_LLAMA3),
+        _long("qwen3_moe-yarn", "qwen3_moe", rope=_YARN),
+        _long("mixtral-llama3", "mixtral", rope=_LLAMA3),
+        _long("olmoe-yarn", "olmoe", rope=_YARN),
+        _long("qwen2_moe-yarn-keys", "qwen2_moe", gguf=False, rope=_YARN_ALL),
+    ]
+    return out
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What transformers computed for one prompt."""
+
+    tokens: list[int]
+    positions: np.ndarray
+    """[m] positions whose logits are stored."""
+    logits: np.ndarray
+    """[m, vocab] float32."""
+    choices: np.ndarray
+    """[n_moe_layers, n, k] expert ids, best first."""
+    weights: np.ndarray
+    """[n_moe_layers, n, k] router weights as multiplied into the experts' outputs."""
+    gaps: np.ndarray
+    """[n_moe_layers, n] k-th minus next router logit as a share of their range; 2 if k = all."""
+
+
+def pack(oracles: list[Oracle], fingerprint: str) -> dict[str, Any]:
+    """The arrays of a values file."""
+    out: dict[str, Any] = {"fingerprint": np.array(fingerprint), "n": np.array(len(oracles))}
+    for i, oracle in enumerate(oracles):
+        out |= {
+            f"tokens{i}": np.array(oracle.tokens, dtype=np.int32),
+            f"positions{i}": np.array(oracle.positions, dtype=np.int32),
+            f"logits{i}": oracle.logits.astype(np.float32),
+            f"choices{i}": oracle.choices.astype(np.uint8),
+            f"weights{i}": oracle.weights.astype(np.float32),
+            f"gaps{i}": oracle.gaps.astype(np.float32),
+        }
+    return out
+
+
+def read(name: str) -> tuple[str, list[Oracle]]:
+    """The fingerprint and the values of a file in `values/`."""
+    with np.load(VALUES / f"{name}.npz", allow_pickle=False) as data:
+        oracles = [
+            Oracle(
+                data[f"tokens{i}"].tolist(),
+                data[f"positions{i}"],
+                data[f"logits{i}"],
+                data[f"choices{i}"].astype(np.int64),
+                data[f"weights{i}"],
+                data[f"gaps{i}"],
+            )
+            for i in range(int(data["n"]))
+        ]
+        return str(data["fingerprint"]), oracles
+
+
+def load(case: Case) -> list[Oracle]:
+    """The committed values of a case, one entry per prompt."""
+    fingerprint, oracles = read(case.name)
+    assert fingerprint == case.fingerprint(), (
+        f"{case.name}: the tiny model differs from the one the oracle values were made from; "
+        "run tests/oracle/make_oracle.py"
+    )
+    return oracles
+
+
+def tiny_moe_fingerprint(path: Path = TINY_MOE) -> str:
+    """SHA-256 over the weights and config.json of the shipped checkpoint."""
+    sha = hashlib.sha256()
+    for file in sorted([*path.glob("*.safetensors"), path / "config.json"]):
+        sha.update(file.read_bytes())
+    return sha.hexdigest()
+
+
+def error(logits: np.ndarray, oracle: np.ndarray) -> float:
+    """The largest |difference| over all positions, each as a share of the oracle's range there."""
+    span = oracle.max(axis=-1) - oracle.min(axis=-1)
+    return float((np.abs(logits - oracle).max(axis=-1) / span).max())

@@ -1,0 +1,167 @@
+"""Compute the oracle values with torch and transformers.
+
+    python tests/oracle/make_oracle.py                # write tests/oracle/values/*.npz
+    python tests/oracle/make_oracle.py --check        # compare with what is committed
+    python tests/oracle/make_oracle.py mixtral-f32 tiny-moe
+
+Models are loaded in float32, with eager attention and experts. A check allows 2e-5 of the range of
+a position's logits, because another BLAS sums in another order (about 1e-6 is seen).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny_models as tm
+
+from oracle import cases
+from oracle.cases import CASES, Case, Oracle
+
+torch.set_num_threads(1)  # tiny models; threads would only wait for each other
+
+CHECK_TOLERANCE = 2e-5
+SHIPPED = "tiny-moe"
+
+
+def load_model(path: Path) -> Any:
+    """A model in float32, after checking that each of its tensors came from the checkpoint."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
+    wrong = {k: v for k, v in info.items() if v}
+    if wrong:
+        raise SystemExit(f"{path}: transformers reports {wrong}")
+    return model.eval()
+
+
+def prune(model: Any, case: Case) -> None:
+    """Give the layers of a loaded model their own expert counts, which no config can express."""
+    weights = tm.tensors(case.family, case.spec)
+    for i, layer in enumerate(model.model.layers):
+        n, mlp = case.spec.n_experts(i), layer.mlp
+        router = torch.from_numpy(weights[f"model.layers.{i}.mlp.gate.weight"])
+        mlp.gate.weight = torch.nn.Parameter(router)
+        mlp.gate.num_experts = mlp.experts.num_experts = n
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(mlp.experts, name, torch.nn.Parameter(getattr(mlp.experts, name)[:n]))
+
+
+def build(case: Case, path: Path) -> Any:
+    """Write the checkpoint of a case and load it."""
+    spec = case.spec.replace(experts_of_layer=None)
+    tm.write_hf(path, case.family, spec, dtype=case.dtype, overrides=case.overrides)
+    model = load_model(path)
+    if case.spec.experts_of_layer:
+        prune(model, case)
+    return model
+
+
+def run(model: Any, tokens: list[int], positions: list[int]) -> Oracle:
+    """One forward pass over a prompt, with the routers watched."""
+    seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def watch(_module: Any, _args: Any, out: Any) -> None:
+        logits, weights, chosen = (t.detach().numpy() for t in out)
+        ranked = -np.sort(-logits, axis=-1)
+        k = chosen.shape[1]
+        gap = np.full(len(logits), 2.0)
+        if k < ranked.shape[1]:
+            gap = (ranked[:, k - 1] - ranked[:, k]) / (ranked[:, 0] - ranked[:, -1])
+        seen.append((chosen, weights, gap))
+
+    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    handles = [m.register_forward_hook(watch) for m in routers]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    for handle in handles:
+        handle.remove()
+    if len(seen) != len(routers) or not np.isfinite(logits).all():
+        raise SystemExit("a router did not run, or a logit is not finite")
+    choices, weights, gaps = (np.stack(part) for part in zip(*seen, strict=True))
+    return Oracle(tokens, np.array(positions), logits[positions], choices, weights, gaps)
+
+
+def compute(name: str) -> tuple[str, list[Oracle]]:
+    """Fingerprint and values of a case, or of the shipped checkpoint."""
+    if name == SHIPPED:
+        return compute_shipped(cases.TINY_MOE)
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        model = build(case, Path(folder))
+        lengths = range(len(case.prompts))
+        values = [run(model, case.tokens(i), case.stored_positions(i)) for i in lengths]
+    return case.fingerprint(), values
+
+
+def compute_shipped(path: Path) -> tuple[str, list[Oracle]]:
+    """48 tokens of held-out Python through fixtures/tiny-moe."""
+    from tokenizers import Tokenizer
+
+    text = (path / "heldout" / "python.txt").read_text(encoding="utf-8")
+    tokens = Tokenizer.from_file(str(path / "tokenizer.json")).encode(text[:4000]).ids[:48]
+    values = [run(load_model(path), tokens, list(range(48)))]
+    return cases.tiny_moe_fingerprint(path), values
+
+
+def compare(name: str, new: list[Oracle], fingerprint: str) -> list[str]:
+    """What differs from the committed values beyond the tolerance."""
+    if not (cases.VALUES / f"{name}.npz").exists():
+        return ["no committed values"]
+    old_fingerprint, old = cases.read(name)
+    if old_fingerprint != fingerprint:
+        return ["the model or the prompts changed (fingerprint)"]
+    faults = []
+    for a, b in zip(old, new, strict=True):
+        if (off := cases.error(b.logits, a.logits)) > CHECK_TOLERANCE:
+            faults.append(f"logits differ by {off:.2e} of their range")
+        clear = a.gaps > cases.GAP_TOLERANCE
+        if not np.array_equal(np.sort(a.choices)[clear], np.sort(b.choices)[clear]):
+            faults.append("router choices differ")
+        if np.abs(a.weights - b.weights).max() > 1e-4:
+            faults.append("router weights differ")
+    return faults
+
+
+def main() -> int:
+    """Write or check the values of all or some cases."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="cases; default: all")
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    args = parser.parse_args()
+    failed = 0
+    for name in args.names or [*CASES, SHIPPED]:
+        fingerprint, values = compute(name)
+        gap = min(float(v.gaps.min()) for v in values)
+        if gap < cases.GAP_TOLERANCE and name != SHIPPED:
+            raise SystemExit(
+                f"{name}: a choice hangs on a gap of {gap:.1e}; choose another prompt seed"
+            )
+        if args.check:
+            faults = compare(name, values, fingerprint)
+            failed += bool(faults)
+            print(f"{name}: {'; '.join(faults) or 'equal'}")
+            continue
+        cases.VALUES.mkdir(exist_ok=True)
+        file = cases.VALUES / f"{name}.npz"
+        np.savez_compressed(file, **cases.pack(values, fingerprint))
+        print(f"{name}: {file.stat().st_size / 1000:.0f} kB, smallest gap {gap:.1e}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    sys.exit(main())

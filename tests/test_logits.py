@@ -1,0 +1,179 @@
+"""Logits and router choices of every case against the committed values of transformers.
+
+Bound: at every position, max |difference| <= 2e-4 of (max - min) of the oracle's logits there. Both
+sides compute in float32; what is seen is about 1e-6, which is the order of sums.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_models as tm
+from colibri_tools.engine import Engine
+from oracle import cases
+from oracle.cases import CASES, Case, Oracle
+from tiny_containers import Containers, logits
+
+ALL = [pytest.param(case, id=name) for name, case in CASES.items()]
+IN_GGUF = [pytest.param(case, id=name) for name, case in CASES.items() if case.gguf]
+PLAIN = [
+    pytest.param(case, id=case.name)
+    for case in CASES.values()
+    if case.name.endswith(("-f32", "-bf16", "-f16"))
+]
+
+
+def check(path: Path, oracles: list[Oracle]) -> float:
+    """Compare all prompts of a container; return the largest error."""
+    worst = 0.0
+    with Engine(path, threads=1) as engine:
+        for oracle in oracles:
+            found = np.array(engine.forward(oracle.tokens, trace=True))
+            assert np.isfinite(found).all()
+            worst = max(worst, cases.error(found[oracle.positions], oracle.logits))
+            assert worst <= cases.LOGIT_TOLERANCE
+            check_choices(engine.choices, engine.choice_weights, oracle)
+    return worst
+
+
+def check_choices(experts: np.ndarray, weights: np.ndarray, oracle: Oracle) -> None:
+    """Same experts wherever the oracle's gap decides, and their weights to 1e-4."""
+    clear = oracle.gaps > cases.GAP_TOLERANCE  # [layers, n]
+    order, oracle_order = np.argsort(experts), np.argsort(oracle.choices)
+    experts = np.take_along_axis(experts, order, axis=-1)
+    expected = np.take_along_axis(oracle.choices, oracle_order, axis=-1)
+    assert np.array_equal(experts[clear], expected[clear])
+    found = np.take_along_axis(weights, order, axis=-1)
+    expected = np.take_along_axis(oracle.weights, oracle_order, axis=-1)
+    assert np.abs(found - expected)[clear].max() < 1e-4
+
+
+def hf_options(case: Case) -> dict[str, object]:
+    return {"dtype": case.dtype, "overrides": case.overrides or None}
+
+
+def hf_container(containers: Containers, case: Case, form: str = "per-expert") -> Path:
+    return containers.hf(case.family, case.spec, form=form, **hf_options(case))
+
+
+def gguf_container(containers: Containers, case: Case, **options: object) -> Path:
+    return containers.gguf(case.family, case.spec, dtype=case.dtype, **options)
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_hf_logits_equal_transformers(containers: Containers, case: Case) -> None:
+    check(hf_container(containers, case), cases.load(case))
+
+
+@pytest.mark.parametrize("case", IN_GGUF)
+def test_gguf_logits_equal_transformers(containers: Containers, case: Case) -> None:
+    check(gguf_container(containers, case), cases.load(case))
+
+
+def test_every_choice_of_every_case_is_decided() -> None:
+    # otherwise check_choices would skip what it cannot compare, without saying so
+    for case in CASES.values():
+        for oracle in cases.load(case):
+            assert (oracle.gaps > cases.GAP_TOLERANCE).all(), case.name
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_fused_form_gives_identical_logits(containers: Containers, case: Case) -> None:
+    tokens = case.tokens(0)
+    plain = logits(hf_container(containers, case), tokens)
+    fused = logits(hf_container(containers, case, "fused"), tokens)
+    assert np.array_equal(plain, fused)
+
+
+@pytest.mark.parametrize("case", [p for p in IN_GGUF if p.values[0].family != "mixtral"])
+def test_gguf_and_hf_give_identical_logits(containers: Containers, case: Case) -> None:
+    """Same numbers, same graph: the same bits, whatever the source."""
+    if (case.spec.rope or {}).get("rope_type") == "llama3":
+        pytest.skip("GGUF stores llama3 factors as float32, so the frequencies differ by rounding")
+    tokens = case.tokens(0)
+    hf = logits(hf_container(containers, case), tokens)
+    gguf = logits(gguf_container(containers, case), tokens)
+    assert np.array_equal(hf, gguf)
+
+
+@pytest.mark.parametrize("case", [p for p in PLAIN if p.values[0].family == "mixtral"])
+def test_llama_row_order_changes_rounding_only(containers: Containers, case: Case) -> None:
+    """Arch llama stores rotated pairs as neighbours, so the products of q and k are summed in
+    another order: equal up to float32 rounding, not bit for bit."""
+    tokens = case.tokens(0)
+    hf = logits(hf_container(containers, case), tokens)
+    gguf = logits(gguf_container(containers, case), tokens)
+    assert cases.error(gguf, hf) < 1e-5
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_split_gguf_gives_identical_logits(containers: Containers, case: Case) -> None:
+    tokens = case.tokens(0)
+    whole = logits(gguf_container(containers, case), tokens)
+    split = logits(gguf_container(containers, case, split=12), tokens)
+    assert np.array_equal(whole, split)
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_sharded_checkpoint_gives_identical_logits(containers: Containers, case: Case) -> None:
+    tokens = case.tokens(0)
+    whole = logits(hf_container(containers, case), tokens)
+    sharded = containers.hf(case.family, case.spec, shards=4, **hf_options(case))
+    assert np.array_equal(whole, logits(sharded, tokens))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe-yarn", "mixtral-llama3", "olmoe-f32", "qwen2_moe-f32"])
+def test_old_config_gives_identical_logits(containers: Containers, name: str) -> None:
+    """rope_theta, rope_scaling and torch_dtype, as before transformers 5."""
+    case = CASES[name]
+    tokens = case.tokens(0)
+    new = logits(hf_container(containers, case), tokens)
+    old = containers.hf(case.family, case.spec, old_config=True, **hf_options(case))
+    assert np.array_equal(new, logits(old, tokens))
+
+
+_SWITCHES = [
+    ("mixtral-top1", "mixtral-f32"),
+    ("mixtral-topall", "mixtral-f32"),
+    ("mixtral-tied", "mixtral-f32"),
+    ("mixtral-window", "mixtral-f32"),
+    ("qwen2_moe-norm", "qwen2_moe-f32"),
+    ("qwen2_moe-shared-strong", "qwen2_moe-f32"),
+    ("qwen2_moe-window", "qwen2_moe-f32"),
+    ("qwen2_moe-dense", "qwen2_moe-f32"),
+    ("qwen3_moe-no-norm", "qwen3_moe-f32"),
+    ("qwen3_moe-bias", "qwen3_moe-f32"),
+    ("qwen3_moe-window", "qwen3_moe-f32"),
+    ("qwen3_moe-pruned", "qwen3_moe-f32"),
+    ("olmoe-norm", "olmoe-f32"),
+    ("olmoe-clip", "olmoe-f32"),
+    ("olmoe-bias", "olmoe-f32"),
+    ("qwen3_moe-linear", "qwen3_moe-long"),
+    ("qwen3_moe-llama3", "qwen3_moe-long"),
+    ("qwen3_moe-yarn", "qwen3_moe-long"),
+]
+
+
+@pytest.mark.parametrize(("name", "base"), _SWITCHES)
+def test_each_switch_shows_in_the_logits(containers: Containers, name: str, base: str) -> None:
+    """An executor that ignored the switch would fail its oracle by far: the oracle's values are
+    far from the logits of the same weights without it."""
+    oracle = cases.load(CASES[name])[0]
+    without = logits(hf_container(containers, CASES[base]), oracle.tokens)
+    assert cases.error(without[oracle.positions], oracle.logits) > 50 * cases.LOGIT_TOLERANCE
+
+
+@pytest.mark.skipif(not cases.TINY_MOE.exists(), reason="fixtures/tiny-moe is not here")
+def test_shipped_checkpoint_equals_transformers(containers: Containers) -> None:
+    fingerprint, oracles = cases.read("tiny-moe")
+    assert fingerprint == cases.tiny_moe_fingerprint(), "run tests/oracle/make_oracle.py tiny-moe"
+    check(containers.from_source(cases.TINY_MOE), oracles)
+
+
+def test_one_token_equals_the_start_of_a_long_prompt(containers: Containers) -> None:
+    for family in tm.FAMILIES:
+        path = hf_container(containers, CASES[f"{family}-f32"])
+        tokens = tm.prompt(48)
+        assert np.array_equal(logits(path, tokens[:1])[0], logits(path, tokens)[0])

@@ -1,0 +1,71 @@
+"""Every stored tensor matters: changing any of them changes the logits.
+
+A bias, gate, norm or expert that the engine ignored would pass every comparison in which it
+happened to be small. Here each source tensor is disturbed in turn, the checkpoint is repacked, and
+the last position's logits must move. All experts are chosen (top-k = all), and the prompt holds
+the disturbed row of the embedding.
+
+There are no exemptions: in these families every tensor has an influence.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny_models as tm
+from tiny_containers import Containers, logits
+from tiny_models import TinySpec
+
+PROMPT = [5, 3, 17, 9, 11, 2]
+
+LEAST_CHANGE = 1e-4
+"""Share of the logits' range. A disturbed tensor moves them by 1e-2 and more, rounding by 1e-6."""
+
+
+def small(family: str) -> TinySpec:
+    """Few tensors of each kind; one dense layer where the family can have one."""
+    spec = tm.default_spec(family, layers=2, experts=3, top_k=3, vocab=19)
+    if family == "qwen3_moe":
+        return spec.replace(layers=3, dense_layers=(1,), attention_bias=True)
+    if family == "qwen2_moe":
+        return spec.replace(layers=3, dense_layers=(1,))
+    return spec.replace(attention_bias=True) if family == "olmoe" else spec
+
+
+def disturb(name: str, values: np.ndarray) -> np.ndarray:
+    """The tensor with noise of half its own size: in one row of the embedding, else everywhere."""
+    noise = tm.unit_noise("disturb " + name, values.shape).astype(np.float32)
+    noise *= np.float32(0.5) * np.abs(values).mean()
+    if name.endswith("embed_tokens.weight"):
+        only = np.zeros_like(noise)
+        only[PROMPT[1]] = noise[PROMPT[1]]
+        noise = only
+    return values + noise
+
+
+CASES = [(family, name) for family in tm.FAMILIES for name in tm.tensors(family, small(family))]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(containers: Containers) -> dict[str, np.ndarray]:
+    return {f: logits(containers.hf(f, small(f)), PROMPT)[-1] for f in tm.FAMILIES}
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_changing_a_tensor_changes_the_logits(
+    containers: Containers, undisturbed: dict[str, np.ndarray], family: str, name: str
+) -> None:
+    def mutate(weights: tm.Tensors) -> None:
+        weights[name] = disturb(name, weights[name])
+
+    found = logits(containers.hf(family, small(family), mutate=mutate), PROMPT)[-1]
+    base = undisturbed[family]
+    assert np.abs(found - base).max() > LEAST_CHANGE * (base.max() - base.min())
+
+
+@pytest.mark.parametrize("family", tm.FAMILIES)
+def test_nothing_disturbed_changes_nothing(
+    containers: Containers, undisturbed: dict[str, np.ndarray], family: str
+) -> None:
+    again = logits(containers.hf(family, small(family), mutate=lambda _: None), PROMPT)[-1]
+    assert np.array_equal(again, undisturbed[family])
