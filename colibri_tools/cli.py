@@ -1,0 +1,292 @@
+"""The command line: parse, call the library, hand the result to `Output`. Nothing else.
+
+Exit codes: 0 done, 1 the job failed or a check did not hold, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from colibri_tools import __version__
+from colibri_tools.errors import ColibriError
+from colibri_tools.output import Output, parse_size
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 0, 1, 2, 130, 141
+
+if TYPE_CHECKING:
+    IntParam = click.ParamType[int]
+else:
+    IntParam = click.ParamType  # subscriptable from click 8.4 on
+
+
+class SizeType(IntParam):
+    """Bytes with an optional suffix: 4096, 64K, 4G (= 4 GiB)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = SizeType()
+PATH = click.Path(path_type=Path)
+
+
+class ExampleCommand(click.Command):
+    """A command whose help ends with an example, kept exactly as written."""
+
+    def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.example = example
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Example"):
+            for line in self.example.strip().splitlines():
+                formatter.write(f"  {line}\n")
+
+
+def command(name: str, *, example: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """Declare a command with the options every command has; it is called with an `Output`."""
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        @wraps(function)
+        def call(json_mode: bool, quiet: bool, debug: bool, **options: Any) -> Any:
+            return function(Output(json_mode=json_mode, quiet=quiet), **options)
+
+        for option in (
+            click.option("--debug", is_flag=True, help="Show a traceback on failure."),
+            click.option("-q", "--quiet", is_flag=True, help="No progress, notes or report."),
+            click.option("--json", "json_mode", is_flag=True, help="Print one JSON document."),
+        ):
+            call = option(call)
+        decorated: click.Command = main_group.command(name, cls=ExampleCommand, example=example)(
+            call
+        )
+        return decorated
+
+    return decorate
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="'colibri COMMAND -h' explains a command and shows an example.",
+)
+@click.version_option(__version__, "--version", prog_name="colibri")
+def main_group() -> None:
+    """One aligned, indexed, checksummed file per Mixture-of-Experts model.
+
+    Turns a Hugging Face or GGUF checkpoint into a container with one block per expert, looks
+    inside it, checks every byte of it, and runs it from disk with a bounded cache.
+    """
+
+
+@command(
+    "repack",
+    example="""
+colibri repack ./Qwen3-30B-A3B -o qwen3.colibri
+colibri repack mixtral-Q4_K_M.gguf -o mixtral.colibri --dry-run
+""",
+)
+@click.argument("source", type=PATH)
+@click.option("-o", "--out", required=True, type=PATH, help="The container to write.")
+@click.option(
+    "--align",
+    type=SIZE,
+    default=4096,
+    show_default=True,
+    help="Block alignment: a power of two, 4096 to 2M.",
+)
+@click.option("--threads", type=click.IntRange(0), default=0, help="Worker threads; 0 = all cores.")
+@click.option("--dry-run", is_flag=True, help="Plan and print everything, write nothing.")
+@click.option("--force", is_flag=True, help="Replace an existing OUT.")
+@click.option("--hash-sources", is_flag=True, help="Record the SHA-256 of whole source files.")
+def repack_command(output: Output, source: Path, out: Path, **options: Any) -> None:
+    """Turn the checkpoint SOURCE into one container.
+
+    SOURCE is a Hugging Face directory, one .safetensors file, a Hub cache snapshot, or a .gguf
+    file (any member of a split). Numbers are carried over bit for bit.
+    """
+    from colibri_tools.repack import repack
+
+    with output.progress(f"repack {out.name}") as progress:
+        result = repack(source, out, progress=progress, **options)
+    report(output, result)
+
+
+@command(
+    "inspect",
+    example="""
+colibri inspect model.colibri --map
+colibri inspect ./Qwen3-30B-A3B --tensors
+colibri inspect model.colibri --blocks --json | jq '.blocks[0]'
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--blocks", is_flag=True, help="List every expert block (containers).")
+@click.option("--tensors", is_flag=True, help="List tensors; for a source, what repack would do.")
+@click.option("--map", "show_map", is_flag=True, help="Draw the file's regions.")
+@click.option("--layer", type=click.IntRange(0), help="Only this layer's blocks and tensors.")
+@click.option("--expert", type=click.IntRange(0), help="Only this expert's blocks.")
+@click.option("--tensor", help="Details of the tensor with this name.")
+def inspect_command(output: Output, path: Path, **options: Any) -> None:
+    """Show what a container, Hugging Face directory, safetensors or GGUF file holds."""
+    from colibri_tools.inspect import inspect
+
+    report(output, inspect(path, **options))
+
+
+@command(
+    "verify",
+    example="""
+colibri verify model.colibri
+colibri verify model.colibri --against ./Qwen3-30B-A3B
+colibri verify ./Qwen3-30B-A3B --quick
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--quick", is_flag=True, help="All checks but those that read the payload.")
+@click.option("--against", type=PATH, help="Compare a container's numbers with this source.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="Worker threads; 0 = all cores.")
+def verify_command(output: Output, path: Path, **options: Any) -> None:
+    """Check a container's every byte, or that a source is complete and sound.
+
+    Exit code 1 if anything is wrong; each error names its place.
+    """
+    from colibri_tools.verify import verify
+
+    with output.progress(f"verify {path.name}") as progress:
+        result = verify(path, progress=progress, **options)
+    report(output, result)
+    if not result.ok:
+        raise SystemExit(EXIT_FAILED)
+
+
+@command(
+    "run",
+    example="""
+colibri run model.colibri --prompt "The file system is" --max-tokens 64 --expert-cache 8G
+colibri run model.colibri --tokens 1,2,3 --max-tokens 0 --logits logits.npy
+echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperature 0.8 --seed 7
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--prompt", help="The prompt as text.")
+@click.option("--prompt-file", type=PATH, help="A file with the prompt; - is standard input.")
+@click.option("--tokens", help="The prompt as token ids: 1,2,3.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(0),
+    default=128,
+    show_default=True,
+    help="Tokens to generate; 0 = evaluate the prompt only.",
+)
+@click.option(
+    "--ctx", type=click.IntRange(1), help="Positions to make room for; default: what is needed."
+)
+@click.option(
+    "--threads", type=click.IntRange(0), default=0, help="Compute threads; 0 = all cores."
+)
+@click.option("--batch-size", type=click.IntRange(1), help="Prompt tokens evaluated at once.")
+@click.option(
+    "--expert-cache",
+    type=SIZE,
+    help="Memory for experts; default: all of them, or half of what is free.",
+)
+@click.option("--temperature", type=float, default=0.0, help="0 = greedy (default).")
+@click.option("--top-k", type=click.IntRange(1), help="Draw from the K most likely tokens.")
+@click.option(
+    "--top-p", type=float, help="Draw from the fewest tokens that reach this probability."
+)
+@click.option("--min-p", type=float, help="Leave out tokens below this share of the most likely.")
+@click.option(
+    "--repetition-penalty", type=float, default=1.0, help="Above 1: tokens seen count less."
+)
+@click.option("--seed", type=click.IntRange(0), help="Makes drawing repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
+@click.option("--logits", type=PATH, help="Write the prompt's logits here (.npy, float32).")
+@click.option("--profile", is_flag=True, help="Show where the time went.")
+def run_command(output: Output, path: Path, **options: Any) -> None:
+    """Run the container PATH: prompt in, text out, experts read on demand.
+
+    The text goes to standard output as it is made, the measurements to standard error.
+    """
+    from colibri_tools.run import run
+
+    result = run(path, on_text=None if output.json_mode else output.text, **options)
+    for text in result.notes:
+        output.note(text)
+    output.measured(result)
+    if result.interrupted:
+        raise SystemExit(EXIT_INTERRUPTED)
+
+
+def report(output: Output, result: Any) -> None:
+    """Show a result's warnings and notes, then the result."""
+    for text in getattr(result, "notes", ()):
+        output.note(text)
+    for text in getattr(result, "warnings", ()):
+        output.warn(text)
+    output.result(result)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit. The only place that turns errors into exit codes."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    output = Output(json_mode="--json" in args)
+    try:
+        code = _run(args, output)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (head, less) went away: stop quietly, as other tools do
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_PIPE
+    sys.exit(code)
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _run(args: list[str], output: Output) -> int:
+    try:
+        result = main_group.main(args, prog_name="colibri", standalone_mode=False)
+        return result if isinstance(result, int) else EXIT_OK
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return EXIT_USAGE
+    except click.ClickException as error:
+        hint = f"; see '{error.ctx.command_path} -h'" if getattr(error, "ctx", None) else ""  # type: ignore[attr-defined]
+        output.failure("UsageError", f"{error.format_message().rstrip('.')}{hint}", EXIT_USAGE)
+        return EXIT_USAGE
+    except (KeyboardInterrupt, click.Abort) as error:
+        output.failure("Interrupted", str(error) or "interrupted", EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
+    except ColibriError as error:
+        if "--debug" in args:
+            raise
+        output.error(error)
+        return error.exit_code
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if "--debug" in args:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        output.failure("OSError", f"{where}{error.strerror or error}", EXIT_FAILED)
+        return EXIT_FAILED
+    except MemoryError:
+        output.failure("MemoryError", "not enough memory", EXIT_FAILED)
+        return EXIT_FAILED

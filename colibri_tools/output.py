@@ -1,0 +1,174 @@
+"""The one place that decides between human, JSON and quiet output.
+
+Results are objects that know how to print themselves (`render`) and what they are as data
+(`to_json`); commands hand them to `Output.result` and print nothing on their own. Standard output
+carries results only. Progress, notes and errors go to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from colibri_tools.errors import ColibriError
+
+__all__ = ["Output", "ProgressCallback", "Result", "format_bytes", "format_count", "parse_size"]
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with (bytes done, bytes in total)."""
+
+_PIPE_WIDTH = 200
+
+
+class Result(Protocol):
+    """What a command returns: printable, and data."""
+
+    def render(self, console: Console) -> None:
+        """Print for a person."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict that strict JSON can hold (no NaN, no bytes)."""
+
+
+class Output:
+    """Where a command's results, progress, notes and errors go.
+
+    With `json_mode`, standard output gets exactly one JSON document, on success and on failure.
+    `quiet` silences progress, notes and warnings, not results and errors.
+    """
+
+    def __init__(self, *, json_mode: bool = False, quiet: bool = False) -> None:
+        self.json_mode = json_mode
+        self.quiet = quiet
+        self.console = _console(sys.stdout)
+        self.err = _console(sys.stderr)
+
+    def result(self, result: Result) -> None:
+        """Print a command's result."""
+        if self.json_mode:
+            self.document(result.to_json())
+        elif not self.quiet:
+            result.render(self.console)
+
+    def text(self, piece: str) -> None:
+        """Print a piece of generated text at once."""
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    def measured(self, result: Result) -> None:
+        """Print a result whose text went to standard output: measurements go beside it."""
+        if self.json_mode:
+            self.document(result.to_json())
+            return
+        sys.stdout.write("\n")
+        if not self.quiet:
+            result.render(self.err)
+
+    def document(self, data: dict[str, Any]) -> None:
+        """Print one strict JSON document."""
+        sys.stdout.write(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Say something that a person may want to know; silent in JSON and quiet mode."""
+        if not self.quiet and not self.json_mode:
+            self.err.print(f"[dim]note:[/dim] {escape(text)}", soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Say something that may be wrong; JSON results carry warnings as data instead."""
+        if not self.quiet and not self.json_mode:
+            self.err.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
+
+    def error(self, error: ColibriError) -> None:
+        """Report a failure: one line on standard error, and a document in JSON mode."""
+        self.failure(type(error).__name__, error.message, error.exit_code)
+
+    def failure(self, kind: str, message: str, exit_code: int) -> None:
+        """Report a failure that is not a ColibriError."""
+        if self.json_mode:
+            self.document(
+                {
+                    "ok": False,
+                    "error": {"kind": kind, "message": message},
+                    "exit_code": exit_code,
+                }
+            )
+        self.err.print(f"[bold red]error:[/bold red] {escape(message)}", soft_wrap=True)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[ProgressCallback]:
+        """Yield a callback that moves a progress bar of bytes; a no-op off a terminal."""
+        if self.quiet or not self.err.is_terminal:
+            yield lambda done, total: None
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.err, transient=True) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _console(stream: Any) -> Console:
+    console = Console(file=stream, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_WIDTH
+    return console
+
+
+def format_bytes(n: int) -> str:
+    """Return `n` bytes as people read them: '37 B', '4.0 KiB', '1.35 GiB'."""
+    if n < 1024:
+        return f"{n} B"
+    size = float(n)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        size /= 1024
+        if size < 999.5 or unit == "PiB":
+            return f"{size:.3g} {unit}" if size >= 10 else f"{size:.2f} {unit}"
+    raise AssertionError("unreachable")
+
+
+def format_count(n: int) -> str:
+    """Return a number of parameters as people read it: '997', '14.6 M', '2.70 B'."""
+    size = float(n)
+    if n < 1000:
+        return str(n)
+    for unit in ("K", "M", "B", "T"):
+        size /= 1000
+        if size < 999.5 or unit == "T":
+            return f"{size:.3g} {unit}" if size >= 10 else f"{size:.2f} {unit}"
+    raise AssertionError("unreachable")
+
+
+_SUFFIXES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of '4096', '64K', '4G' (= 4 GiB), '1.5GiB'. Raises ValueError."""
+    lower = text.strip().lower()
+    number = lower.rstrip("bkmgti")
+    suffix = lower[len(number) :].removesuffix("b").removesuffix("i")
+    if suffix not in _SUFFIXES or not number.replace(".", "", 1).isdigit():
+        raise ValueError(f"'{text}' is not a size; write for example 4096, 64K or 4G (= 4 GiB)")
+    return int(float(number) * _SUFFIXES[suffix])

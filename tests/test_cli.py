@@ -1,0 +1,271 @@
+"""The command line as scripts and people meet it: exit codes, JSON, messages, help."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import tiny_models as tiny
+
+from colibri_tools.cli import main_group
+from colibri_tools.output import format_bytes, format_count, parse_size
+from colibri_tools.repack import repack
+
+COMMANDS = sorted(main_group.commands)
+DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
+
+
+def colibri(*args: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, as a script would."""
+    call = [sys.executable, "-W", "error", "-c", "from colibri_tools.cli import main; main()"]
+    return subprocess.run(
+        [*call, *map(str, args)], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cli") / "model"
+    tiny.write_hf(path, "mixtral")
+    return path
+
+
+@pytest.fixture(scope="module")
+def container(source: Path) -> Path:
+    out = source.parent / "model.colibri"
+    repack(source, out)
+    return out
+
+
+def one_document(text: str) -> Any:
+    """Parse strict JSON: one document, no NaN."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} in JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_repack_inspect_verify_run(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "m.colibri"
+    done = colibri("repack", source, "-o", out)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mixtral" in done.stdout
+    assert colibri("inspect", out, "--map").returncode == 0
+    assert colibri("verify", out, "--against", source).returncode == 0
+    done = colibri("run", out, "--tokens", "1,2,3", "--max-tokens", "4")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_and_ends_with_an_example(command: str) -> None:
+    for flag in ("-h", "--help"):
+        done = colibri(command, flag)
+        assert done.returncode == 0
+        assert f"colibri {command}" in done.stdout.split("Example")[1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_option_is_documented(command: str) -> None:
+    text = DOCS.read_text()
+    section = re.search(rf"^## {command}$(.*?)(^## |\Z)", text, re.M | re.S)
+    assert section, f"docs/cli.md has no section for {command}"
+    common = {"--json", "--quiet", "-q", "--debug", "--help", "-h"}
+    for param in main_group.commands[command].params:
+        if isinstance(param, click.Option):
+            for name in {*param.opts} - common:
+                assert f"`{name}" in section[1], f"docs/cli.md does not explain {command} {name}"
+            assert param.help, f"{command} {param.opts}: no help text"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_the_common_options(command: str) -> None:
+    options = {name for param in main_group.commands[command].params for name in param.opts}
+    assert options >= {"--json", "--quiet", "-q", "--debug"}
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"colibri, version \d+\.\d+\.\d+\n", colibri("--version").stdout)
+
+
+def test_case_12_2_json_is_one_document_on_success_and_failure(
+    tmp_path: Path, source: Path, container: Path
+) -> None:
+    for args in (
+        ("repack", source, "-o", tmp_path / "j.colibri"),
+        ("repack", source, "-o", tmp_path / "k.colibri", "--dry-run"),
+        ("inspect", container, "--blocks", "--tensors", "--map"),
+        ("verify", container),
+        ("verify", source),
+        ("run", container, "--tokens", "1,2", "--max-tokens", "2"),
+    ):
+        done = colibri(*args, "--json")
+        assert (done.returncode, done.stderr) == (0, ""), args
+        assert isinstance(one_document(done.stdout), dict)
+    for args, code in (
+        (("inspect", tmp_path / "absent"), 1),
+        (("repack", source, "-o", container), 2),
+        (("repack", source), 2),
+        (("verify", container, "--no-such-option"), 2),
+        (("run", container, "--tokens", "1,x"), 2),
+    ):
+        done = colibri(*args, "--json")
+        assert done.returncode == code, args
+        document = one_document(done.stdout)
+        assert document["ok"] is False and document["exit_code"] == code
+        assert document["error"]["message"]
+
+
+def test_errors_are_one_line_and_name_the_culprit(tmp_path: Path, source: Path) -> None:
+    for args, code, words in (
+        (("inspect", tmp_path / "absent"), 1, "absent"),
+        (("repack", source, "-o", tmp_path / "x", "--align", "5000"), 2, "5000"),
+        (("repack", source, "-o", tmp_path / "x", "--align", "4Q"), 2, "4Q"),
+        (("repack", source, "-o", tmp_path / "no" / "x"), 2, "does not exist"),
+        (("inspct", source), 2, "inspct"),
+        (("run", source, "--prompt", "hello"), 1, "repack"),
+        (("verify", source, "--against", source), 2, "container"),
+    ):
+        done = colibri(*args)
+        assert done.returncode == code, (args, done.stderr)
+        assert done.stdout == ""
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_typo_is_answered_with_the_right_word(container: Path) -> None:
+    assert "inspect" in colibri("inspct", container).stderr
+    assert "--blocks" in colibri("inspect", container, "--block").stderr
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    assert "Traceback" in colibri("inspect", tmp_path / "absent", "--debug").stderr
+
+
+def test_existing_output_is_kept_unless_forced(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m.colibri"
+    out.write_text("precious")
+    done = colibri("repack", source, "-o", out)
+    assert done.returncode == 2 and "--force" in done.stderr
+    assert out.read_text() == "precious"
+    assert colibri("repack", source, "-o", out, "--force", "-q").stdout == ""
+    assert out.stat().st_size > 4096
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
+    done = colibri("repack", source, "-o", tmp_path / "m.colibri", "--dry-run", "--json")
+    plan = one_document(done.stdout)
+    assert not list(tmp_path.iterdir())
+    repack(source, tmp_path / "m.colibri")
+    assert plan["file_bytes"] == (tmp_path / "m.colibri").stat().st_size
+
+
+def test_a_damaged_container_fails_with_its_place(container: Path, tmp_path: Path) -> None:
+    data = bytearray(container.read_bytes())
+    data[-5000] ^= 1
+    damaged = tmp_path / "damaged.colibri"
+    damaged.write_bytes(data)
+    done = colibri("verify", damaged, "--json")
+    assert done.returncode == 1
+    report = one_document(done.stdout)
+    assert report["ok"] is False
+    assert (report["errors"][0]["layer"], report["errors"][0]["expert"]) == (2, 11)
+
+
+def test_a_closed_pipe_is_no_traceback(container: Path) -> None:
+    call = f"{sys.executable} -c 'from colibri_tools.cli import main; main()' inspect"
+    done = subprocess.run(
+        f"set -o pipefail; {call} {container} --blocks --json | head -c 10 > /dev/null",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)  # 0: all of it fitted into the pipe
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_repack_leaves_nothing(tmp_path: Path, signum: signal.Signals) -> None:
+    spec = tiny.wide_spec("mixtral")
+    tiny.write_hf(tmp_path / "src", "mixtral", spec=spec)
+    code = (
+        "import time, colibri_tools.repack as r\n"
+        "from colibri_tools.cli import main\n"
+        "inner = r._Copier.run\n"
+        "def slow(self, n):\n"
+        "    print('writing', flush=True); time.sleep(60); inner(self, n)\n"
+        "r._Copier.run = slow\n"
+        "main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "repack", str(tmp_path / "src"), "-o", str(tmp_path / "o")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    time.sleep(0.1)
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in stderr and "Traceback" not in stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["src"]
+
+
+def test_starting_is_quick_because_heavy_imports_wait() -> None:
+    code = "import sys, colibri_tools.cli; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert not loaded & {"numpy", "tokenizers", "gguf", "torch", "safetensors", "_cffi_backend"}
+
+
+def test_narrow_terminals_are_respected(container: Path) -> None:
+    done = colibri("inspect", container, "--map", env={**os.environ, "COLUMNS": "40"})
+    assert max(map(len, done.stdout.splitlines())) <= 40
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [
+        ("4096", 4096),
+        ("64K", 65536),
+        ("4G", 4 << 30),
+        ("4GiB", 4 << 30),
+        ("1.5m", 3 << 19),
+        ("0", 0),
+    ],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert parse_size(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "4Q", "-1", "1e9", "4 G G", "0x10", "1.2.3", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="4G"):
+        parse_size(text)
+
+
+def test_numbers_for_people() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 4096, 1 << 30, 1449551462)] == [
+        "0 B", "1023 B", "4.00 KiB", "1.00 GiB", "1.35 GiB",
+    ]  # fmt: skip
+    assert [format_count(n) for n in (999, 14_600_000, 2_700_000_000)] == [
+        "999",
+        "14.6 M",
+        "2.70 B",
+    ]
