@@ -17,10 +17,14 @@ $(BIN)/python:
 
 # An editable install: from this folder a wheel would be shadowed by the source tree.
 $(VENV)/.installed: $(SOURCES) | $(BIN)/python
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.installed
 	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e '.[test]'
 	@touch $@
 
-dev: $(VENV)/.installed
+dev: $(VENV)/.test
 
 demo: $(VENV)/.installed
 	@mkdir -p $(DEMO)
@@ -30,10 +34,10 @@ demo-chat: $(VENV)/.installed
 	@mkdir -p $(DEMO)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh fixtures/demo_chat.sh $(DEMO)
 
-test: $(VENV)/.installed
+test: $(VENV)/.test
 	$(BIN)/python -m pytest -q --ignore=tests/oracle $(PYTEST_ARGS)
 
-$(VENV)/.oracle: $(VENV)/.installed
+$(VENV)/.oracle: $(VENV)/.test
 	$(BIN)/pip install -q --disable-pip-version-check 'torch==2.13.0' 'transformers>=5.5,<6'
 	@touch $@
 
@@ -41,7 +45,7 @@ oracle: $(VENV)/.oracle
 	$(BIN)/python tests/oracle/make_oracle.py --check
 	$(BIN)/python -m pytest -q tests/oracle $(PYTEST_ARGS)
 
-$(VENV)/.lint: $(VENV)/.installed
+$(VENV)/.lint: $(VENV)/.test
 	$(BIN)/pip install -q --disable-pip-version-check 'ruff>=0.9,<1' 'mypy>=1.14,<3' 'clang-format>=18,<24'
 	@touch $@
 
