@@ -33,7 +33,7 @@ def open(path: str | PathLike[str]) -> Container:
     """Open the container at `path` for reading; use it as a context manager.
 
     Raises FormatError when a rule of docs/format.md is broken (payloads are not read here;
-    `colibri verify` reads everything), OSError when the file cannot be read.
+    `colibri verify` reads everything), SourceError when the file cannot be read.
     """
     from colibri_tools.container import open as open_container
 

@@ -714,23 +714,28 @@ def test_flusher_syncs_while_a_job_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert verify_container(tmp_path / "m.colibri").ok
 
 
+@pytest.mark.parametrize("when", ["next write", "seal"])
 def test_errors_of_the_flusher_are_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    failed = threading.Event()
-
     def fail(fd: int) -> None:
-        failed.set()
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
+    plan = small_plan()
     monkeypatch.setattr(os, "fdatasync", fail)
-    monkeypatch.setattr(flusher, "FLUSH_BYTES", 4096)
+    monkeypatch.setattr(flusher, "FLUSH_BYTES", plan.file_size if when == "seal" else 4096)
     with (
-        pytest.raises(JobError, match="finishing the file failed"),
-        ContainerWriter(small_plan(), tmp_path / "m.colibri") as out,
+        pytest.raises(JobError, match="finishing the file" if when == "seal" else "writing"),
+        ContainerWriter(plan, tmp_path / "m.colibri") as out,
     ):
         _fill(out)
-        assert failed.wait(10)
+        assert out._flusher is not None
+        out._flusher.wrote(plan.file_size)
+        deadline = time.monotonic() + 10
+        while out._flusher._error is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if when == "next write":
+            out._write(plan.data_offset, [memoryview(b"x")], "more")
         out.seal()
     assert leftovers(tmp_path) == []
 

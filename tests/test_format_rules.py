@@ -18,7 +18,8 @@ from container_util import BF16, HIDDEN, Draft, make_container, small_residents,
 from colibri_tools import native
 from colibri_tools.container import SPEC_KEYS, RuleError, SectionKind, Stream
 from colibri_tools.container import format as fmt
-from colibri_tools.container.kv import KvType, encode_kv
+from colibri_tools.container.checks import check_layouts, check_rows
+from colibri_tools.container.kv import KvType, decode_kv, encode_kv
 from colibri_tools.container.reader import open_bytes
 from colibri_tools.errors import UsageError
 from colibri_tools.verify import verify_container
@@ -321,6 +322,11 @@ def test_rule_11_key_values(draft: Draft, kind: SectionKind, name: str) -> None:
     refuses_sealed(draft, 11, kind.label)
 
 
+def test_rule_11_sections_are_bounded() -> None:
+    with pytest.raises(RuleError, match="67108864"):
+        decode_kv(bytes(fmt.MAX_KV_BYTES + 8), "spec")
+
+
 def test_rule_11_every_type_is_read_back(draft: Draft) -> None:
     values = {
         "a.u64": 2**64 - 1,
@@ -418,7 +424,8 @@ BROKEN_BLOBS = {
 @pytest.mark.parametrize("name", BROKEN_BLOBS)
 def test_rule_13_blobs(draft: Draft, name: str) -> None:
     draft.replace_section(SectionKind.BLOBS, BROKEN_BLOBS[name])
-    refuses_sealed(draft, 13, "blob")
+    words = {"empty section": "at least 8", "datum beyond the section": "data_bytes"}
+    refuses_sealed(draft, 13, "blob", words.get(name, ""))
 
 
 def test_rule_13_sound_blobs(draft: Draft) -> None:
@@ -457,6 +464,16 @@ def test_rule_14_unknown_group(draft: Draft, group: int) -> None:
 def test_rule_14_expert_offset(draft: Draft, expert_offset: int) -> None:
     draft.page["expert_offset"] = expert_offset
     refuses_sealed(draft, 14, "at most" if expert_offset == 1064960 else "expert_offset")
+
+
+def test_rule_14_experts_follow_the_last_tensor_at_once(sound: bytes) -> None:
+    start = int(Draft(bytearray(sound)).page["expert_offset"][0])
+    draft = Draft(bytearray(sound[:start] + bytes(4096) + sound[start:]))
+    draft.page["expert_offset"] = start + 4096
+    draft.page["file_size"] = len(draft.data)
+    cells = draft["cells"]
+    cells["offset"][cells["flags"] == 1] += np.uint64(4096)
+    refuses_sealed(draft, 14, "expert_offset", str(start))
 
 
 @pytest.mark.parametrize(
@@ -500,6 +517,16 @@ def test_rule_15_sizes(draft: Draft, field: str, value: int) -> None:
     assert draft["tensors"]["type"][4] == BF16.id
     draft["tensors"][field][4] = value
     refuses_sealed(draft, 15)
+
+
+def test_rule_15_at_most_four_dimensions(draft: Draft) -> None:
+    patch = draft["tensors"][-1]
+    assert patch["shape"].tolist() == [7, 3, 1, 0]
+    patch["shape"][3] = 1
+    patch["n_dims"] = 5
+    refuses_sealed(draft, 15, "n_dims")
+    patch["n_dims"] = 4
+    assert draft.seal().open().tensors["vision.patch"].shape == (7, 3, 1, 1)
 
 
 @pytest.mark.parametrize("type_id", [4, 31, 99, 0x1000, 0x1001, 2**32 - 1])
@@ -556,6 +583,29 @@ def test_rule_16_names_are_unique(draft: Draft) -> None:
     refuses_sealed(draft, 16, "layers.0.q_norm", "twice")
 
 
+def with_last_name(draft: Draft, name: bytes, n_bytes: int) -> Draft:
+    """Give the last tensor a name of which its entry claims `n_bytes`."""
+    old = int(draft["tensors"]["name_bytes"][-1])
+    draft["tensors"]["name_bytes"][-1] = n_bytes
+    names_bytes = int(draft["directory"]["names_bytes"][0])
+    draft["directory"]["names_bytes"] = names_bytes + len(name) - old
+    directory = bytes(draft.section_bytes(SectionKind.DIRECTORY))
+    draft.replace_section(SectionKind.DIRECTORY, directory[:-old] + name)
+    return draft
+
+
+def test_rule_16_length_of_names(draft: Draft) -> None:
+    refuses_sealed(with_last_name(draft, b"x" * 256, 256), 16, "name_bytes")
+
+
+def test_rule_16_longest_name(draft: Draft) -> None:
+    assert "x" * 255 in with_last_name(draft, b"x" * 255, 255).seal().open().tensors
+
+
+def test_rule_16_names_end_with_the_last(draft: Draft) -> None:
+    refuses_sealed(with_last_name(draft, b"xyz", 2), 16, "end of the names")
+
+
 def test_rule_16_names_are_utf8(draft: Draft) -> None:
     draft.section_bytes(SectionKind.DIRECTORY)[-3] = 0xFF
     refuses_sealed(draft, 16, "UTF-8")
@@ -565,7 +615,8 @@ def test_rule_16_names_are_utf8(draft: Draft) -> None:
 @pytest.mark.parametrize("value", [0, 32, 1 << 20, 2**32 - 1])
 def test_rule_16_directory_header(draft: Draft, field: str, value: int) -> None:
     draft["directory"][field] = value
-    refuses_sealed(draft, 16)
+    too_many = field == "n_tensors" and value > fmt.MAX_TENSORS
+    refuses_sealed(draft, 16, "at most 1048576" if too_many else "")
 
 
 def test_rule_16_directory_fills_its_section(draft: Draft) -> None:
@@ -610,7 +661,6 @@ def test_rule_17_layer(draft: Draft, layer: int) -> None:
         ("layer", 0, 2),
         ("layer", 1, 1),
         ("layer", 0, -1),
-        ("layer", 1, 3),
         ("stream", 0, 1),
         ("stream", 1, 2),
         ("n_experts", 1, 0),
@@ -623,6 +673,15 @@ def test_rule_17_layer(draft: Draft, layer: int) -> None:
 def test_rule_18_rows(draft: Draft, field: str, row: int, value: int) -> None:
     draft["rows"][field][row] = value
     refuses_sealed(draft, 18)
+
+
+@pytest.mark.parametrize(("n_rows", "n_experts"), [(fmt.MAX_ROWS + 1, 1), (1, fmt.MAX_COLUMNS + 1)])
+def test_rule_18_rows_and_columns_are_bounded(n_rows: int, n_experts: int) -> None:
+    rows = np.zeros(n_rows, fmt.ROW_DTYPE)
+    rows["layer"] = np.arange(n_rows)
+    rows["n_experts"] = n_experts
+    with pytest.raises(RuleError, match="at most 65536"):
+        check_rows(rows, n_experts)
 
 
 @pytest.mark.parametrize("field", ["n_rows", "n_columns", "entry_bytes", "zero"])
@@ -759,6 +818,19 @@ def test_rule_23_layout_table_header(draft: Draft, field: str, value: int) -> No
     refuses_sealed(draft, 23, "layout table")
 
 
+@pytest.mark.parametrize("roles", [(2, 3, 4), (1, 3, 4), (1, 2, 4)])
+def test_rule_23_gate_up_and_down_are_there(draft: Draft, roles: tuple[int, ...]) -> None:
+    draft["layouts"]["parts"]["role"][0, :3] = roles
+    refuses_sealed(draft, 23, "layout 0", "gate, up and down")
+
+
+def test_rule_23_number_of_layouts(draft: Draft) -> None:
+    draft.replace_section(SectionKind.LAYOUTS, struct.pack("<II", 0, 576))
+    refuses_sealed(draft, 23, "1 ... 65536", "found 0")
+    with pytest.raises(RuleError, match="found 65537"):
+        check_layouts(np.zeros(65537, fmt.LAYOUT_DTYPE), HIDDEN, 1 << 40)
+
+
 def test_rule_23_no_two_layouts_are_equal(draft: Draft) -> None:
     draft["layouts"][2] = draft["layouts"][0]
     refuses_sealed(draft, 23, "equal")
@@ -800,6 +872,16 @@ def test_rule_23_bytes_between_parts_are_zero(draft: Draft, tmp_path: Path) -> N
 def test_rule_24_rows_are_the_moe_layers(draft: Draft, moe_layers: list[int]) -> None:
     draft.replace_section(SectionKind.SPEC, spec_section(moe_layers=moe_layers))
     refuses_sealed(draft, 24, "layer")
+
+
+def test_rule_24_rows_are_layers_of_the_spec(draft: Draft) -> None:
+    draft["rows"]["layer"][1] = 3
+    refuses_sealed(draft, 24, "layer 2")
+    draft["rows"]["stream"][1] = 1
+    draft.replace_section(SectionKind.SPEC, spec_section(moe_layers=[0, 1, 0], n_mtp_layers=0))
+    refuses_sealed(draft, 24, "layers below 3")
+    draft.replace_section(SectionKind.SPEC, spec_section(moe_layers=[0, 1, 0], n_mtp_layers=1))
+    assert draft.seal().open().rows[1].stream is Stream.MTP
 
 
 def test_rule_24_top_k(draft: Draft) -> None:

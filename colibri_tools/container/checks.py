@@ -33,6 +33,10 @@ __all__ = [
 Array = npt.NDArray[Any]
 Checksum = Callable[[bytes], int]
 
+# Built once: `x in set(Enum)` in a loop over a large table would dominate it.
+_ROLES, _GROUPS, _PART_ROLES, _STREAMS = map(frozenset, (Role, Group, PartRole, Stream))
+_SECTION_KINDS = frozenset(SectionKind)
+
 _NEWER = "a newer colibri-tools is needed"
 
 
@@ -116,7 +120,7 @@ def check_alignment(alignment: int) -> None:
 
 def section_label(kind: int) -> str:
     """Return a section's name for messages."""
-    known = kind in set(SectionKind)
+    known = kind in _SECTION_KINDS
     return SectionKind(kind).label if known else f"unknown section {kind}"
 
 
@@ -205,7 +209,7 @@ def _check_tensor_fields(entry: Mapping[str, Any], name: str, n_layers: int) -> 
         raise _tensor_error(14, entry, name, "undescribed bits", "zero", "other values")
     if not entry["flags"] and entry["alias_of"]:
         raise _tensor_error(14, entry, name, "alias_of", 0, entry["alias_of"])
-    if entry["group"] not in set(Group):
+    if entry["group"] not in _GROUPS:
         raise _tensor_error(14, entry, name, "group", "1, 2 or 3", entry["group"])
     if not -1 <= entry["layer"] < n_layers:
         raise _tensor_error(17, entry, name, "layer", f"-1 ... {n_layers - 1}", entry["layer"])
@@ -213,7 +217,7 @@ def _check_tensor_fields(entry: Mapping[str, Any], name: str, n_layers: int) -> 
 
 def _check_role(entry: Mapping[str, Any], name: str, seen: set[tuple[int, int]]) -> None:
     role, optional = entry["role"], entry["group"] == Group.OPTIONAL
-    if role == Role.OTHER or role not in set(Role):
+    if role == Role.OTHER or role not in _ROLES:
         if not optional:
             raise _tensor_error(17, entry, name, "role", "a role of the table", role)
         return
@@ -295,7 +299,7 @@ def _check_alias(table: Array, i: int, entry: Mapping[str, Any], name: str) -> N
 # -- rows, expert index, layouts -----------------------------------------------------------------
 
 
-def check_rows(rows: Array, n_columns: int, n_layers: int) -> None:
+def check_rows(rows: Array, n_columns: int) -> None:
     """Check the row table (rule 18)."""
     if not len(rows) <= fmt.MAX_ROWS or not n_columns <= fmt.MAX_COLUMNS:
         raise RuleError(18, "row table", "size", "at most 65536 by 65536", (len(rows), n_columns))
@@ -305,8 +309,8 @@ def check_rows(rows: Array, n_columns: int, n_layers: int) -> None:
         place = f"row {i}"
         if flags or np.any(zero):
             raise RuleError(18, place, "undescribed bytes", "zero", "other values", layer=layer)
-        if stream not in set(Stream) or not 0 <= layer < n_layers:
-            expected = f"stream 0 or 1, layer 0 ... {n_layers - 1}"
+        if stream not in _STREAMS or layer < 0:
+            expected = "stream 0 or 1, layer 0 or more"
             raise RuleError(18, place, "stream and layer", expected, (stream, layer))
         if (stream, layer) <= previous:
             raise RuleError(18, place, "(stream, layer)", f"above {previous}", (stream, layer))
@@ -325,43 +329,52 @@ def check_layouts(layouts: Array, hidden_size: int, file_size: int) -> None:
     raw = [entry.tobytes() for entry in layouts]
     if len(set(raw)) != len(raw):
         raise RuleError(23, "layout table", "layouts", "no two equal", "equal ones")
-    for i, layout in enumerate(layouts):
-        _check_layout(f"layout {i}", layout, hidden_size, file_size)
+    _check_layout_zeros(layouts)
+    parts = layouts["parts"]
+    columns = [parts[name].tolist() for name in ("role", "type", "offset", "n_bytes", "shape")]
+    sizes, counts = layouts["n_bytes"].tolist(), layouts["n_parts"].tolist()
+    for i, (n_bytes, n_parts) in enumerate(zip(sizes, counts, strict=True)):
+        fields = list(zip(*(column[i] for column in columns), strict=True))[:n_parts]
+        _check_layout(f"layout {i}", n_bytes, fields, hidden_size, file_size)
 
 
-def _check_layout(place: str, layout: np.void, hidden_size: int, file_size: int) -> None:
-    n_parts = int(layout["n_parts"])
-    if not 3 <= n_parts <= len(PartRole):
-        raise RuleError(23, place, "n_parts", f"3 ... {len(PartRole)}", n_parts)
-    unused = layout["parts"][n_parts:].tobytes()
-    if int(layout["flags"]) or layout["zero"].any() or any(unused):
-        raise RuleError(23, place, "undescribed bytes", "zero", "other values")
+def _check_layout_zeros(layouts: Array) -> None:
+    counts, parts = layouts["n_parts"], layouts["parts"]
+    wrong = (counts < 3) | (counts > len(PartRole))
+    if wrong.any():
+        i = int(np.flatnonzero(wrong)[0])
+        raise RuleError(23, f"layout {i}", "n_parts", f"3 ... {len(PartRole)}", counts[i])
+    used = np.arange(fmt.MAX_PARTS) < counts[:, None]
+    filled = np.ascontiguousarray(parts).view(np.uint64).reshape(*parts.shape, 8).any(axis=2)
+    undescribed = (filled & ~used) | (parts["permutation"] != 0) | parts["zero"].any(axis=2)
+    bad = undescribed.any(axis=1) | (layouts["flags"] != 0) | layouts["zero"].any(axis=1)
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        what = "flags, permutations and undescribed bytes"
+        raise RuleError(23, f"layout {i}", what, "zero", "other values")
+
+
+def _check_layout(
+    place: str, n_bytes: int, parts: Sequence[Any], hidden_size: int, file_size: int
+) -> None:
+    """`parts` are (role, type, offset, bytes, shape)."""
     end, previous = 0, 0
     shapes: dict[int, list[int]] = {}
-    for part in layout["parts"][:n_parts]:
-        role = int(part["role"])
-        if role <= previous or role not in set(PartRole):
+    for role, type_id, offset, part_bytes, shape in parts:
+        if role <= previous or role not in _PART_ROLES:
             raise RuleError(23, place, "part role", f"above {previous}, at most 6", role)
-        _check_part(f"{place}, part {PartRole(role).label}", part, align(end, fmt.DATUM_ALIGN))
-        shapes[role] = part["shape"].tolist()
-        end, previous = int(part["offset"]) + int(part["n_bytes"]), role
-    if int(layout["n_bytes"]) != end or end > file_size:
-        raise RuleError(
-            23, place, "bytes", f"{end}, within the file of {file_size}", layout["n_bytes"]
-        )
+        label = f"{place}, part {PartRole(role).label}"
+        start = align(end, fmt.DATUM_ALIGN)
+        if offset != start:
+            raise RuleError(23, label, "offset", start, offset)
+        problem = size_problem(type_id, shape, part_bytes)
+        if problem:
+            raise RuleError(23, label, *problem)
+        shapes[role] = shape
+        end, previous = offset + part_bytes, role
+    if n_bytes != end or end > file_size:
+        raise RuleError(23, place, "bytes", f"{end}, within the file of {file_size}", n_bytes)
     _check_part_shapes(place, shapes, hidden_size)
-
-
-def _check_part(place: str, part: np.void, start: int) -> None:
-    if int(part["permutation"]):
-        raise RuleError(23, place, "permutation", 0, part["permutation"])
-    if part["zero"].any():
-        raise RuleError(23, place, "undescribed bytes", "zero", "other values")
-    if int(part["offset"]) != start:
-        raise RuleError(23, place, "offset", start, part["offset"])
-    problem = size_problem(int(part["type"]), part["shape"].tolist(), int(part["n_bytes"]))
-    if problem:
-        raise RuleError(23, place, *problem)
 
 
 def _check_part_shapes(place: str, shapes: Mapping[int, list[int]], hidden_size: int) -> None:
@@ -468,6 +481,10 @@ def check_moe_rows(spec: Mapping[str, Any], rows: Array, table: Array) -> None:
         wrong = min(set(found) ^ set(expected))
         want = "a row" if wrong in expected else "no row"
         raise RuleError(24, f"layer {wrong}", "rows in stream 0", want, "not so", layer=wrong)
+    n_layers = spec["n_layers"] + spec["n_mtp_layers"]
+    last = int(rows["layer"].max())
+    if last >= n_layers:
+        raise RuleError(24, f"layer {last}", "rows", f"layers below {n_layers}", "a row")
     fewest = int(rows["n_experts"].min())
     if spec["top_k"] > fewest:
         raise RuleError(24, "spec", "top_k", f"at most the smallest row {fewest}", spec["top_k"])

@@ -14,7 +14,7 @@ class Flusher:
     """Syncs a file from a thread of its own each time FLUSH_BYTES more have been written.
 
     Pages that are on disk are dropped from the page cache: nobody reads them soon, and a memory
-    cgroup counts them. Errors are kept until `stop`.
+    cgroup counts them. An error is raised by the next `wrote` or by `stop`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -26,8 +26,10 @@ class Flusher:
         self._thread: threading.Thread | None = None
 
     def wrote(self, n_bytes: int) -> None:
-        """Count bytes that were written. Thread-safe."""
+        """Count bytes that were written. Thread-safe. Raises the OSError that a sync met."""
         with self._condition:
+            if self._error is not None:
+                raise self._error
             self._unflushed += n_bytes
             if self._unflushed < FLUSH_BYTES or self._stopping:
                 return

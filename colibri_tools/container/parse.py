@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,7 +82,7 @@ def parse_metadata(source: ByteSource, crc32c: Callable[..., int]) -> Metadata:
     n_layers = spec["n_layers"] + spec["n_mtp_layers"]
     tensors, names = _parse_directory(load(SectionKind.DIRECTORY))
     checks.check_tensors(tensors, names, page, n_layers)
-    rows, n_columns = _parse_rows(load(SectionKind.ROWS), n_layers)
+    rows, n_columns = _parse_rows(load(SectionKind.ROWS))
     layouts = _parse_layouts(load(SectionKind.LAYOUTS))
     checks.check_layouts(layouts, spec["hidden_size"], source.size)
     cells = _parse_cells(source, places[SectionKind.INDEX], len(rows), n_columns)
@@ -176,7 +177,7 @@ def _parse_names(table: Array, raw: bytes) -> tuple[str, ...]:
     if end != len(raw):
         raise RuleError(16, "resident directory", "end of the names", len(raw), end)
     if len(set(names)) != len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        twice = next(name for name, count in Counter(names).items() if count > 1)
         raise RuleError(16, f"tensor {quote(twice)}", "name", "unique", "twice", tensor=twice)
     return tuple(names)
 
@@ -188,13 +189,13 @@ def _decode_name(raw: bytes, rule: int, place: str) -> str:
         raise RuleError(rule, place, "name", "UTF-8", quote(raw)) from None
 
 
-def _parse_rows(data: bytes, n_layers: int) -> tuple[Array, int]:
+def _parse_rows(data: bytes) -> tuple[Array, int]:
     place = "row table"
     head = _parse_head(data, fmt.ROW_HEAD_DTYPE, place, 18)
     if head["entry_bytes"] != fmt.ROW_DTYPE.itemsize or head["zero"]:
         raise RuleError(18, place, "entry_bytes", fmt.ROW_DTYPE.itemsize, head["entry_bytes"])
     rows = _parse_entries(data, fmt.ROW_HEAD_DTYPE, fmt.ROW_DTYPE, int(head["n_rows"]), place, 18)
-    checks.check_rows(rows, int(head["n_columns"]), n_layers)
+    checks.check_rows(rows, int(head["n_columns"]))
     return rows, int(head["n_columns"])
 
 

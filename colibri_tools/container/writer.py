@@ -265,10 +265,9 @@ class ContainerWriter:
         if self._flusher is None or self._fd < 0:
             raise UsageError(f"{self.out_path}: the writer is not open")
         try:
-            n_bytes = _pwrite_all(self._fd, offset, buffers)
+            self._flusher.wrote(_pwrite_all(self._fd, offset, buffers))
         except OSError as error:
             raise self._failed(f"writing {what} at {offset}", error) from error
-        self._flusher.wrote(n_bytes)
 
     def _seal(self) -> str:
         if self._flusher is None or self._fd < 0:
