@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models as tm
+from tiny_models import TinySpec
+
+import colibri_tools
 from colibri_tools.container.format import PartRole
 from colibri_tools.errors import ColibriError
 from colibri_tools.mapping import SourceMapping, map_source
 from colibri_tools.repack import repack
 from colibri_tools.sources import open_source
-from tiny_models import TinySpec
-
-import colibri_tools
 
 Weights = dict[str, Any]
 Change = Callable[[Weights], Weights | None]
@@ -35,7 +35,19 @@ def small_spec(family: str, **changes: Any) -> TinySpec:
     return tm.default_spec(family, **({"experts": 5, "width": 24} | changes))
 
 
-def map_hf(folder: Path, family: str, spec: TinySpec | None = None, **options: Any) -> SourceMapping:
+def small_hf(path: Path, family: str, **options: Any) -> Path:
+    """`tm.write_hf` of the small model."""
+    return tm.write_hf(path, family, small_spec(family), **options)
+
+
+def small_gguf(path: Path, family: str, **options: Any) -> Path:
+    """`tm.write_gguf` of the small model; the first file."""
+    return tm.write_gguf(path, family, small_spec(family), **options)[0]
+
+
+def map_hf(
+    folder: Path, family: str, spec: TinySpec | None = None, **options: Any
+) -> SourceMapping:
     """The census of `tm.write_hf(.., **options)`."""
     return mapped(tm.write_hf(folder / "hf", family, spec or small_spec(family), **options))
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import tiny_models as tm
-from colibri_tools.container.format import PartRole
-from colibri_tools.repack import repack
-from repack_util import check_codes, coded, refused, small_spec
+from repack_util import check_codes, coded, refused, small_gguf, small_spec
 
 import colibri_tools
+from colibri_tools.container.format import PartRole
+from colibri_tools.repack import repack
 
 _T = tm.GGMLQuantizationType
 
@@ -57,9 +57,9 @@ def test_case_6_7_rows_that_are_no_multiple_of_the_block_keep_their_own_type(
     """gate and up have rows of 256, down has rows of the expert width: types differ by part."""
     spec = tm.wide_spec("qwen3_moe", width=width)
     stored: dict[str, tm.GgufTensor] = {}
-    path = tm.write_gguf(
-        tmp_path / "m.gguf", "qwen3_moe", spec, types=kind, mutate=stored.update
-    )[0]
+    path = tm.write_gguf(tmp_path / "m.gguf", "qwen3_moe", spec, types=kind, mutate=stored.update)[
+        0
+    ]
     result = repack(path, tmp_path / "m.colibri")
     with colibri_tools.open(tmp_path / "m.colibri") as container:
         layout = container.layout_of(1, 3)
@@ -72,7 +72,7 @@ def test_case_6_7_rows_that_are_no_multiple_of_the_block_keep_their_own_type(
 
 
 def test_case_6_6_trailing_pad_of_gguf_is_accepted(tmp_path: Path) -> None:
-    path = tm.write_gguf(tmp_path / "m.gguf", "olmoe", small_spec("olmoe"))[0]
+    path = small_gguf(tmp_path / "m.gguf", "olmoe")
     first = repack(path, tmp_path / "a.colibri")
     path.write_bytes(path.read_bytes() + bytes(20))
     second = repack(path, tmp_path / "b.colibri")
@@ -85,7 +85,7 @@ def test_case_6_6_trailing_pad_of_gguf_is_accepted(tmp_path: Path) -> None:
 
 
 def test_case_6_9_a_tensor_past_the_end_aborts_without_output(tmp_path: Path) -> None:
-    path = tm.write_gguf(tmp_path / "m.gguf", "olmoe", small_spec("olmoe"))[0]
+    path = small_gguf(tmp_path / "m.gguf", "olmoe")
     data = bytearray(path.read_bytes())
     name = b"blk.1.ffn_up_exps.weight"
     at = data.index(name) + len(name) + 4 + 3 * 8 + 4

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models as tm
-from colibri_tools.container.format import PartRole, Role
-from colibri_tools.repack import repack
 from repack_util import (
     PARTS,
     check_codes,
@@ -20,11 +18,15 @@ from repack_util import (
     mapped,
     refused,
     replace_key,
+    small_gguf,
+    small_hf,
     small_spec,
     without,
 )
 
 import colibri_tools
+from colibri_tools.container.format import PartRole, Role
+from colibri_tools.repack import repack
 
 _T = tm.GGMLQuantizationType
 
@@ -36,7 +38,9 @@ def test_case_1_1_fused_state_dict_fills_every_slot(tmp_path: Path) -> None:
     spec = tm.default_spec("qwen3_moe")
     mapping = map_hf(tmp_path, "qwen3_moe", spec, form="fused")
     assert mapping.problems == []
-    slots = [(row.layer, e, p) for row in mapping.rows for e, s in enumerate(row.experts) for p in s]
+    slots = [
+        (row.layer, e, p) for row in mapping.rows for e, s in enumerate(row.experts) for p in s
+    ]
     assert len(set(slots)) == len(slots) == 3 * 12 * 3
 
 
@@ -54,31 +58,27 @@ def test_case_1_1_renamed_experts_list_names_and_unfilled_slots(tmp_path: Path) 
 
 
 def test_case_1_1_every_expert_renamed_is_still_a_listing(tmp_path: Path) -> None:
-    source = tm.write_hf(
-        tmp_path / "hf", "olmoe", small_spec("olmoe"), mutate=replace_key("_proj.weight", "_fc")
-    )
+    source = small_hf(tmp_path / "hf", "olmoe", mutate=replace_key("_proj.weight", "_fc"))
     message = refused(source)
     assert "45 expert slots are not filled" in message and "match no rule" in message
 
 
 def test_case_1_1_one_missing_expert_tensor_is_named(tmp_path: Path) -> None:
     name = "blk.2.ffn_up.4.weight"
-    path = tm.write_gguf(
+    path = small_gguf(
         tmp_path / "m.gguf",
         "mixtral",
-        small_spec("mixtral"),
         old_experts=True,
         mutate=lambda stored: {n: v for n, v in stored.items() if n != name},
-    )[0]
+    )
     message = refused(path)
     assert "1 expert slots are not filled: 'layer 2 expert 4 up'" in message
 
 
 def test_case_1_1_unknown_naming_of_an_unknown_family_lists_the_names(tmp_path: Path) -> None:
-    source = tm.write_hf(
+    source = small_hf(
         tmp_path / "hf",
         "olmoe",
-        small_spec("olmoe"),
         mutate=replace_key("mlp.experts", "ffn.expert_bank"),
         overrides={"model_type": "novel"},
     )
@@ -139,11 +139,30 @@ def test_case_1_2_a_nested_checkpoint_is_the_same_model(
         assert second.provenance["dropped.counts"] == [3]
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", "rotary-buffer"),
+        ("model.rotary_emb.inv_freq", "rotary-buffer"),
+        ("visual.patch_embed.proj.weight", "vision-tower"),
+        ("vision_tower.blocks.0.norm.weight", "vision-tower"),
+        ("multi_modal_projector.linear.weight", "vision-tower"),
+        ("model.audio_tower.layers.0.weight", "audio-tower"),
+    ],
+)
+def test_what_is_left_out_has_a_rule_with_a_name(tmp_path: Path, name: str, rule: str) -> None:
+    extra = {name: np.ones(8, np.float32)}
+    mapping = map_hf(tmp_path, "mixtral", mutate=lambda weights: weights | extra)
+    assert mapping.problems == [] and mapping.dropped == {rule: [name]}
+    stranger = map_hf(tmp_path / "b", "mixtral", mutate=lambda w: w | {name + "x.y": extra[name]})
+    known = "tower" in rule  # everything below a tower belongs to it
+    assert bool(stranger.problems) is not known
+
+
 def test_case_1_2_an_unknown_prefix_is_refused_with_names(tmp_path: Path) -> None:
-    source = tm.write_hf(
+    source = small_hf(
         tmp_path / "hf",
         "qwen3_moe",
-        small_spec("qwen3_moe"),
         mutate=replace_key("model.", "backbone.lm."),
     )
     assert "'backbone.lm.embed_tokens.weight'" in refused(source)
@@ -184,7 +203,7 @@ def test_case_1_4_quantized_weights_are_refused_by_scheme(
             name, dtype, side_shape, itemsize = side
             weights[name] = _raw(dtype, side_shape, itemsize)
 
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"), mutate=quantize)
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=quantize)
     message = refused(source)
     assert says in message and (side is None or side[0] in message)
 
@@ -206,12 +225,11 @@ def test_case_1_4_quantization_config_alone_is_refused(tmp_path: Path) -> None:
 
 def test_case_1_4_gguf_tensors_with_separate_scales_are_refused(tmp_path: Path) -> None:
     scale = tm.GgufTensor(np.ones(5, np.float32), _T.F32)
-    path = tm.write_gguf(
+    path = small_gguf(
         tmp_path / "m.gguf",
         "qwen3_moe",
-        small_spec("qwen3_moe"),
         mutate=lambda stored: stored.update({"blk.0.ffn_up_exps.scale": scale}),
-    )[0]
+    )
     assert "separate scales" in refused(path)
 
 
@@ -232,8 +250,13 @@ def test_case_4_10_packed_int4_is_refused_by_format(tmp_path: Path) -> None:
     assert "compressed-tensors pack-quantized" in refused(stated)
 
 
+def _small(family: str) -> tuple[tm.TinySpec, dict[str, Any]]:
+    spec = small_spec(family)
+    return spec, tm.tensors(family, spec)
+
+
 def test_case_4_12_an_unknown_gguf_type_is_named_with_number_and_tensor(tmp_path: Path) -> None:
-    path = tm.write_gguf(tmp_path / "m.gguf", "olmoe", small_spec("olmoe"))[0]
+    path = small_gguf(tmp_path / "m.gguf", "olmoe")
     data = bytearray(path.read_bytes())
     at = data.index(b"blk.1.ffn_down_exps.weight") + len("blk.1.ffn_down_exps.weight")
     type_at = at + 4 + 3 * 8
@@ -242,6 +265,7 @@ def test_case_4_12_an_unknown_gguf_type_is_named_with_number_and_tensor(tmp_path
     path.write_bytes(data)
     message = refused(path)
     assert "99" in message and "blk.1.ffn_down_exps.weight" in message
+    assert len(mapped(path).assignments) == len(tm.gguf_values("olmoe", *_small("olmoe")))
 
 
 def test_case_4_12_each_tensor_has_its_own_type(tmp_path: Path) -> None:
@@ -265,9 +289,7 @@ def test_case_4_12_each_tensor_has_its_own_type(tmp_path: Path) -> None:
 
 
 def test_case_1_5_a_layer_beyond_the_config_is_named(tmp_path: Path) -> None:
-    source = tm.write_hf(
-        tmp_path / "hf", "olmoe", small_spec("olmoe"), overrides={"num_hidden_layers": 2}
-    )
+    source = small_hf(tmp_path / "hf", "olmoe", overrides={"num_hidden_layers": 2})
     message = refused(source)
     assert "layers beyond the 2 of the model" in message and "model.layers.2." in message
 
@@ -276,15 +298,14 @@ def test_case_5_3_a_layer_without_tensors_is_missing_slots(tmp_path: Path) -> No
     def cut(weights: dict[str, Any]) -> dict[str, Any]:
         return {n: v for n, v in weights.items() if ".layers.1." not in n}
 
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"), mutate=cut)
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=cut)
     message = refused(source)
     assert "layers.1.attn_norm" in message and "layer 1 expert 0 gate" in message
-    path = tm.write_gguf(
+    path = small_gguf(
         tmp_path / "m.gguf",
         "qwen3_moe",
-        small_spec("qwen3_moe"),
         mutate=lambda stored: {n: v for n, v in stored.items() if "blk.2." not in n},
-    )[0]
+    )
     assert "layers.2.attn_norm" in refused(path)
 
 
@@ -305,7 +326,7 @@ def test_case_1_7_a_headless_export_says_so(tmp_path: Path) -> None:
         del weights["lm_head.weight"]
         return {name.removeprefix("model."): value for name, value in weights.items()}
 
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"), mutate=strip)
+    source = small_hf(tmp_path / "hf", "olmoe", mutate=strip)
     message = refused(source)
     assert "lm_head.weight is missing" in message and "without its head" in message
 
@@ -323,10 +344,9 @@ def test_case_1_8_width_from_config_checked_against_tensors(tmp_path: Path) -> N
 
 
 def test_case_1_8_a_width_that_is_not_the_tensors_is_refused(tmp_path: Path) -> None:
-    source = tm.write_hf(
+    source = small_hf(
         tmp_path / "hf",
         "qwen2_moe",
-        small_spec("qwen2_moe"),
         overrides={"moe_intermediate_size": 32},
     )
     message = refused(source)
@@ -381,9 +401,7 @@ def test_case_1_9_flag_true_and_the_same_head_is_tied(tmp_path: Path) -> None:
     def copy(weights: dict[str, Any]) -> None:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
 
-    mapping = map_hf(
-        tmp_path, "qwen3_moe", mutate=copy, overrides={"tie_word_embeddings": True}
-    )
+    mapping = map_hf(tmp_path, "qwen3_moe", mutate=copy, overrides={"tie_word_embeddings": True})
     output = next(r for r in mapping.residents if r.role == Role.OUTPUT)
     assert output.alias_of == "token_embd" and mapping.warnings == []
     assert mapping.dropped == {"tied-output-copy": ["lm_head.weight"]}
@@ -394,10 +412,9 @@ def test_case_1_9_flag_true_and_the_same_head_is_tied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", [False, tm.DELETE])
 def test_case_1_9_flag_false_and_no_head_is_an_error(tmp_path: Path, flag: Any) -> None:
-    source = tm.write_hf(
+    source = small_hf(
         tmp_path / "hf",
         "qwen3_moe",
-        small_spec("qwen3_moe"),
         mutate=without("lm_head.weight"),
         overrides={"tie_word_embeddings": flag},
     )
@@ -486,7 +503,7 @@ def test_a_layer_kind_that_config_and_tensors_see_differently_is_named(tmp_path:
     source = tm.write_hf(tmp_path / "a", "qwen3_moe", dense, overrides={"mlp_only_layers": []})
     assert "layer 1: an MoE layer by the config, a dense layer by its tensors" in refused(source)
     step = {"decoder_sparse_step": 2}
-    source = tm.write_hf(tmp_path / "b", "qwen3_moe", small_spec("qwen3_moe"), overrides=step)
+    source = small_hf(tmp_path / "b", "qwen3_moe", overrides=step)
     assert "layer 0: a dense layer by the config" in refused(source)
     spec = small_spec("qwen3_moe", dense_layers=(0, 2))
     both = {"decoder_sparse_step": 2, "mlp_only_layers": None}
@@ -505,7 +522,10 @@ def test_case_2_1_expert_10_comes_after_expert_9(tmp_path: Path, family: str) ->
     def fill(weights: dict[str, Any]) -> None:
         for name, value in weights.items():
             if ".experts." in name:
-                layer, expert = int(name.split(".")[2]), int(name.split(".experts.")[1].split(".")[0])
+                layer, expert = (
+                    int(name.split(".")[2]),
+                    int(name.split(".experts.")[1].split(".")[0]),
+                )
                 value[:] = 100 * layer + expert + 1
 
     source = tm.write_hf(tmp_path / "hf", family, spec, mutate=fill)
@@ -554,7 +574,7 @@ def test_case_2_3_w1_is_the_gate_and_w3_is_up(tmp_path: Path) -> None:
         for name, value in weights.items():
             value[:] = {"w1": 1, "w3": -2, "w2": 3}.get(name.split(".")[-2], 0.5)
 
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"), mutate=fill)
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=fill)
     repack(source, tmp_path / "m.colibri")
     with colibri_tools.open(tmp_path / "m.colibri") as container:
         values = [float(container.dequantize_part(0, 0, part)[0, 0]) for part in PARTS]
@@ -567,9 +587,7 @@ def test_case_2_3_a_transposed_stack_of_a_known_family_is_refused(tmp_path: Path
             if ".experts." in name:
                 weights[name] = np.ascontiguousarray(value.swapaxes(1, 2))
 
-    source = tm.write_hf(
-        tmp_path / "hf", "mixtral", small_spec("mixtral"), form="fused", mutate=transpose
-    )
+    source = small_hf(tmp_path / "hf", "mixtral", form="fused", mutate=transpose)
     message = refused(source)
     assert "gate_up_proj" in message and "expert width by hidden size" in message
 
@@ -585,13 +603,13 @@ def test_case_2_6_tensor_parallel_slices_are_refused(tmp_path: Path) -> None:
             for i, half in enumerate(np.split(weights.pop(name), 2, axis)):
                 weights[f"{name}-TP-{i}"] = half
 
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"), mutate=split)
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=split)
     message = refused(source)
     assert "tensor-parallel" in message and "-TP-0" in message
 
 
 def test_case_2_6_tensor_parallel_files_are_refused(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"))
+    source = small_hf(tmp_path / "hf", "mixtral")
     (source / "model.safetensors").rename(source / "model-00001-TP-000.safetensors")
     assert "tensor-parallel" in refused(source)
 
@@ -602,7 +620,7 @@ def test_case_2_6_half_a_matrix_is_refused_by_its_shape(tmp_path: Path) -> None:
     def halve(weights: dict[str, Any]) -> None:
         weights[name] = weights[name][:, :12].copy()
 
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"), mutate=halve)
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=halve)
     message = refused(source)
     assert name in message and "hidden size by expert width" in message and "[64, 12]" in message
 
@@ -616,9 +634,7 @@ def test_case_2_7_layers_in_different_forms_are_fine(tmp_path: Path) -> None:
     def mix(weights: dict[str, Any]) -> dict[str, Any]:
         coded("qwen3_moe", spec)(weights)
         first = {n: v for n, v in weights.items() if ".layers.1." not in n}
-        return first | tm.fuse(
-            "qwen3_moe", {n: v for n, v in weights.items() if ".layers.1." in n}
-        )
+        return first | tm.fuse("qwen3_moe", {n: v for n, v in weights.items() if ".layers.1." in n})
 
     repack(tm.write_hf(tmp_path / "hf", "qwen3_moe", spec, mutate=mix), tmp_path / "m.colibri")
     check_codes(tmp_path / "m.colibri", spec)
@@ -630,7 +646,7 @@ def test_case_2_7_one_slot_in_two_forms_names_both(tmp_path: Path) -> None:
             "qwen3_moe", {n: v + 1 for n, v in weights.items() if ".layers.0.mlp.experts" in n}
         )
 
-    source = tm.write_hf(tmp_path / "hf", "qwen3_moe", small_spec("qwen3_moe"), mutate=both)
+    source = small_hf(tmp_path / "hf", "qwen3_moe", mutate=both)
     message = refused(source)
     assert "there twice" in message
     assert "'model.layers.0.mlp.experts.0.down_proj.weight'" in message
@@ -642,7 +658,7 @@ def test_case_2_7_one_resident_slot_under_two_names_names_both(tmp_path: Path) -
         gate = weights["model.layers.0.block_sparse_moe.gate.weight"]
         weights["model.layers.0.mlp.gate.weight"] = gate
 
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"), mutate=both)
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=both)
     message = refused(source)
     assert "layers.0.router is there twice" in message
     assert "block_sparse_moe.gate.weight" in message and "mlp.gate.weight" in message
@@ -678,11 +694,11 @@ def test_case_2_8_the_expert_axis_of_gguf_is_fixed(
 
 
 def test_case_2_8_expert_count_must_equal_the_axis(tmp_path: Path) -> None:
-    path = tm.write_gguf(
-        tmp_path / "m.gguf", "olmoe", small_spec("olmoe"), metadata={"olmoe.expert_count": 12}
-    )[0]
+    path = small_gguf(tmp_path / "m.gguf", "olmoe", metadata={"olmoe.expert_count": 12})
     assert "the metadata say 12 experts, but layer 0 has 5" in refused(path)
-    absent = tm.write_gguf(
-        tmp_path / "a.gguf", "olmoe", small_spec("olmoe"), metadata={"olmoe.expert_count": tm.DELETE}
-    )[0]
+    absent = small_gguf(
+        tmp_path / "a.gguf",
+        "olmoe",
+        metadata={"olmoe.expert_count": tm.DELETE},
+    )
     assert "olmoe.expert_count" in refused(absent)

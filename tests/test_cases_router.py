@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models as tm
+from repack_util import map_gguf, map_hf, refused, small_hf, small_spec
+
 from colibri_tools.container.format import Group, Role
-from repack_util import map_gguf, map_hf, refused, small_spec
 
 # What transformers 5.24 and llama.cpp do when the key is absent.
 _ABSENT = [
@@ -83,9 +84,7 @@ def test_case_3_9_a_shared_gate_of_one_or_two_dimensions_is_one_row(tmp_path: Pa
 def test_case_3_9_presence_of_the_shared_expert_decides(tmp_path: Path) -> None:
     absent = {"shared_expert_intermediate_size": tm.DELETE}
     assert map_hf(tmp_path, "qwen2_moe", overrides=absent).spec["graph.shared_width"] == 48
-    denied = map_hf(
-        tmp_path, "qwen2_moe", overrides={"shared_expert_intermediate_size": 0}
-    )
+    denied = map_hf(tmp_path, "qwen2_moe", overrides={"shared_expert_intermediate_size": 0})
     assert any("turn shared off" in problem for problem in denied.problems)
 
 
@@ -93,7 +92,7 @@ def test_case_3_9_a_shared_expert_in_part_is_refused(tmp_path: Path) -> None:
     def cut(weights: dict[str, Any]) -> None:
         del weights["model.layers.1.mlp.shared_expert_gate.weight"]
 
-    source = tm.write_hf(tmp_path / "hf", "qwen2_moe", small_spec("qwen2_moe"), mutate=cut)
+    source = small_hf(tmp_path / "hf", "qwen2_moe", mutate=cut)
     assert "layers.1.shared_router" in refused(source)
 
 
@@ -112,5 +111,5 @@ def test_a_router_with_rows_and_columns_exchanged_is_refused(tmp_path: Path) -> 
         name = "model.layers.0.mlp.gate.weight"
         weights[name] = np.ascontiguousarray(weights[name].T)
 
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"), mutate=turn)
+    source = small_hf(tmp_path / "hf", "olmoe", mutate=turn)
     assert "model.layers.0.mlp.gate.weight" in refused(source)

@@ -302,7 +302,8 @@ def test_the_cdef_is_the_public_header() -> None:
         text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
         text = re.sub(r"#ifdef __cplusplus.*?#endif", "", text, flags=re.S)
         lines = [line for line in text.splitlines() if not line.startswith("#")]
-        return " ".join("\n".join(lines).replace("COLIBRI_API", "").split())
+        words = "\n".join(lines).replace("COLIBRI_API", "").replace("*", " * ").split()
+        return " ".join(words)
 
     cdef = (package / "_cdef_runtime.h").read_text()
     assert declarations(cdef) == declarations(header.read_text())

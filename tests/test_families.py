@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models as tm
+from repack_util import map_gguf, map_hf, mapped, refused, small_gguf, small_hf, small_spec
+
 from colibri_tools.container.format import PartRole, Role
 from colibri_tools.container.spec import SPEC_KEYS
-from colibri_tools.errors import SourceError
+from colibri_tools.errors import ColibriError, SourceError
 from colibri_tools.families import FAMILIES, Family, TensorRule
+from colibri_tools.families.common import GGUF_KEYS
 from colibri_tools.families.naming import NameTable, choose_prefix
 from colibri_tools.families.rope import RopeSettings, hf_rope, resolve_rope
 from colibri_tools.families.schema import REQUIRED
-from repack_util import map_gguf, map_hf, mapped, refused, small_spec
+from colibri_tools.planner import RepackOptions, plan_repack
+from colibri_tools.sources import Source, open_source
 
 FAMILY_NAMES = [family.name for family in FAMILIES]
 
@@ -147,7 +151,7 @@ def test_defaults_that_the_source_does_not_state_are_named(tmp_path: Path) -> No
     ],
 )
 def test_an_absurd_hyper_parameter_is_named(tmp_path: Path, key: str, value: Any) -> None:
-    source = tm.write_hf(tmp_path / "hf", "qwen3_moe", small_spec("qwen3_moe"), overrides={key: value})
+    source = small_hf(tmp_path / "hf", "qwen3_moe", overrides={key: value})
     message = refused(source)
     named = {"num_key_value_heads": "key/value heads", "num_hidden_layers": "layers"}
     inner = "rope" if "rope" in key else named.get(key, key)
@@ -293,7 +297,7 @@ def test_case_8_3_unknown_rope_keys_are_named(tmp_path: Path) -> None:
 
 def test_case_8_3_a_missing_rope_key_is_named(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "high_freq_factor": 4.0}
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"), overrides={"rope_parameters": rope})
+    source = small_hf(tmp_path / "hf", "olmoe", overrides={"rope_parameters": rope})
     assert "'low_freq_factor'" in refused(source)
 
 
@@ -309,6 +313,25 @@ def test_case_8_5_partial_rotary_of_a_family_without_it_is_not_executable(tmp_pa
 def test_an_absurd_rope_width_is_refused(dim: int) -> None:
     with pytest.raises(SourceError, match="rotated dimensions"):
         resolve_rope(RopeSettings(dim, 1e4))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_type": "linear", "factor": 1e-320},
+        {"rope_type": "linear", "factor": 1e200},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+        {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e-320},
+        {"rope_type": "yarn", "factor": 2.0, "beta_slow": -1},
+        {"rope_type": "yarn", "factor": True},
+        {"rope_type": "default", "rope_theta": 1.0},
+        {"rope_type": "default", "rope_theta": 1e308},
+    ],
+    ids=str,
+)
+def test_rope_parameters_without_usable_frequencies_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(SourceError, match="rope"):
+        resolve_rope(hf_rope({"rope_parameters": {"rope_theta": 1e4, **keys}}, 1e4, 8, 64))
 
 
 # ---------------------------------------------------------------- windows, attention
@@ -333,9 +356,7 @@ def test_windows_of_qwen2_follow_the_layer_types(tmp_path: Path) -> None:
     assert map_hf(tmp_path, "qwen2_moe", spec).spec["graph.windows"] == [5, 0, 5]
     old = map_hf(tmp_path, "qwen2_moe", spec, old_config=True)
     assert old.spec["graph.windows"] == [5, 0, 5]
-    first = map_hf(
-        tmp_path, "qwen2_moe", spec, old_config=True, overrides={"max_window_layers": 1}
-    )
+    first = map_hf(tmp_path, "qwen2_moe", spec, old_config=True, overrides={"max_window_layers": 1})
     assert first.spec["graph.windows"] == [5, 0, 0]
     types = {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}
     given = map_hf(tmp_path, "qwen2_moe", spec, overrides=types)
@@ -362,7 +383,7 @@ def test_case_9_1_width_of_the_norm_must_fit_its_placement(tmp_path: Path) -> No
             for name, n in widths.items():
                 weights[f"model.layers.1.{name}"] = np.ones(n, np.float32)
 
-        source = tm.write_hf(tmp_path / family, family, small_spec(family), mutate=narrow)
+        source = small_hf(tmp_path / family, family, mutate=narrow)
         assert "layers.1.self_attn.q_norm.weight" in refused(source)
 
 
@@ -384,7 +405,7 @@ def test_case_9_5_a_bias_in_some_layers_only_is_refused(tmp_path: Path) -> None:
     def drop(weights: dict[str, Any]) -> None:
         del weights["model.layers.1.self_attn.k_proj.bias"]
 
-    source = tm.write_hf(tmp_path / "hf", "qwen2_moe", small_spec("qwen2_moe"), mutate=drop)
+    source = small_hf(tmp_path / "hf", "qwen2_moe", mutate=drop)
     assert "layers.1.attn_k_bias" in refused(source)
 
 
@@ -414,7 +435,7 @@ def _tokenizer(folder: Path, n_tokens: int, n_added: int = 0) -> None:
 
 
 def test_case_7_1_padded_rows_are_not_tokens(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     _tokenizer(source, 120, 3)
 
     found = mapped(source).spec
@@ -422,7 +443,7 @@ def test_case_7_1_padded_rows_are_not_tokens(tmp_path: Path) -> None:
 
 
 def test_case_7_1_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     _tokenizer(source, 120, 12)
     message = refused(source)
     assert "132" in message and "131" in message
@@ -432,7 +453,7 @@ def test_case_7_1_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_tokens_of_a_unigram_tokenizer_are_counted(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     data = {"model": {"type": "Unigram", "vocab": [[f"t{i}", -1.0] for i in range(50)]}}
     (source / "tokenizer.json").write_text(json.dumps(data))
 
@@ -441,14 +462,14 @@ def test_tokens_of_a_unigram_tokenizer_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"model": {}}', '{"model": {"vocab": {"a": "1"}}}'])
 def test_a_broken_tokenizer_is_named(tmp_path: Path, text: str) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     (source / "tokenizer.json").write_text(text)
     assert "tokenizer.json" in refused(source)
 
 
 def test_case_7_4_ends_of_text_are_the_union(tmp_path: Path) -> None:
 
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"), overrides={"eos_token_id": 2})
+    source = small_hf(tmp_path / "hf", "mixtral", overrides={"eos_token_id": 2})
     (source / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     assert mapped(source).spec["eos_ids"] == [2, 5]
     _tokenizer(source, 100, 1)
@@ -464,10 +485,10 @@ def test_case_7_4_ends_of_text_outside_the_vocabulary_are_named(tmp_path: Path) 
 
 def test_case_7_4_a_null_end_of_text_is_none_and_an_absent_one_the_default(tmp_path: Path) -> None:
 
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"), overrides={"eos_token_id": None})
+    source = small_hf(tmp_path / "hf", "mixtral", overrides={"eos_token_id": None})
     (source / "generation_config.json").unlink()
     assert mapped(source).spec["eos_ids"] == []
-    absent = tm.write_hf(tmp_path / "b", "mixtral", small_spec("mixtral"), overrides={"eos_token_id": tm.DELETE})
+    absent = small_hf(tmp_path / "b", "mixtral", overrides={"eos_token_id": tm.DELETE})
     (absent / "generation_config.json").unlink()
     assert mapped(absent).spec["eos_ids"] == [2]
 
@@ -477,3 +498,62 @@ def test_ends_of_text_of_gguf_are_every_kind(tmp_path: Path) -> None:
     mapping = map_gguf(tmp_path, "qwen3_moe", metadata=extra)
     assert mapping.spec["eos_ids"] == [2, 4]
     assert mapping.spec["bos_id"] == 1
+
+
+# ---------------------------------------------------------------- hostile metadata
+
+_ODD: tuple[Any, ...] = (
+    *(None, True, 0, 1, -1, 3, 2**31, 10**30, 0.5, 1e-320, 1e308, float("inf"), float("nan")),
+    *("", "silu", "1" * 300, [], [0], [1, 2, 3], ["a"], [[1]], {}, {"a": 1}),
+)
+
+
+def _outcome(source: Source) -> bool:
+    """Map and plan; True if it can be repacked. Anything but a ColibriError fails the test."""
+    try:
+        plan_repack(source, RepackOptions())
+    except ColibriError:
+        return False
+    return True
+
+
+def test_no_value_of_a_config_key_breaks_the_census(tmp_path: Path) -> None:
+    source_path = small_hf(tmp_path / "hf", "qwen2_moe")
+    extra = ("rope_scaling", "rope_theta", "text_config", "quantization_config", "head_dim",
+             "original_max_position_embeddings", "partial_rotary_factor")  # fmt: skip
+    with open_source(source_path) as source:
+        config = dict(source.config)
+        outcomes = []
+        for key in (*config, *extra):
+            for value in _ODD:
+                source.config = {**config, key: value}
+                outcomes.append(_outcome(source))
+    assert True in outcomes and False in outcomes
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
+def test_no_value_of_a_rope_key_breaks_the_census(tmp_path: Path, kind: str) -> None:
+    rope = {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    with open_source(small_hf(tmp_path / "hf", "olmoe")) as source:
+        config = dict(source.config)
+        for key in (*rope, "attention_factor", "mscale", "beta_fast", "beta_slow", "type"):
+            for value in _ODD:
+                source.config = {**config, "rope_parameters": {**rope, key: value}}
+                _outcome(source)
+
+
+def test_no_value_of_a_metadata_key_breaks_the_census(tmp_path: Path) -> None:
+    with open_source(small_gguf(tmp_path / "m.gguf", "qwen2_moe")) as source:
+        metadata = dict(source.metadata)
+        keys = {name.format(arch="qwen2moe") for key in GGUF_KEYS.values() for name in key.names}
+        for key in sorted(keys | set(metadata)):
+            for value in _ODD:
+                source.metadata = {**metadata, key: value}
+                _outcome(source)

@@ -1,7 +1,7 @@
 """Logits and router choices of every case against the committed values of transformers.
 
-Bound: at every position, max |difference| <= 2e-4 of (max - min) of the oracle's logits there. Both
-sides compute in float32; what is seen is about 1e-6, which is the order of sums.
+Promised: at every position, max |difference| <= 2e-4 of (max - min) of the oracle's logits there.
+Held here: a tenth of that. Both sides compute in float32; up to 4e-6 is seen, the order of sums.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tm
-from colibri_tools.engine import Engine
 from oracle import cases
 from oracle.cases import CASES, Case, Oracle
 from tiny_containers import Containers, logits
+
+from colibri_tools.engine import Engine
 
 ALL = [pytest.param(case, id=name) for name, case in CASES.items()]
 IN_GGUF = [pytest.param(case, id=name) for name, case in CASES.items() if case.gguf]
@@ -22,6 +23,14 @@ PLAIN = [
     pytest.param(case, id=case.name)
     for case in CASES.values()
     if case.name.endswith(("-f32", "-bf16", "-f16"))
+]
+
+# Not Mixtral: see test_llama_row_order_changes_rounding_only. Not llama3: GGUF stores its factors
+# as float32, so the frequencies differ by rounding.
+SAME_NUMBERS = [
+    pytest.param(case, id=name)
+    for name, case in CASES.items()
+    if case.gguf and case.family != "mixtral" and not name.endswith("-llama3")
 ]
 
 
@@ -87,11 +96,9 @@ def test_fused_form_gives_identical_logits(containers: Containers, case: Case) -
     assert np.array_equal(plain, fused)
 
 
-@pytest.mark.parametrize("case", [p for p in IN_GGUF if p.values[0].family != "mixtral"])
+@pytest.mark.parametrize("case", SAME_NUMBERS)
 def test_gguf_and_hf_give_identical_logits(containers: Containers, case: Case) -> None:
     """Same numbers, same graph: the same bits, whatever the source."""
-    if (case.spec.rope or {}).get("rope_type") == "llama3":
-        pytest.skip("GGUF stores llama3 factors as float32, so the frequencies differ by rounding")
     tokens = case.tokens(0)
     hf = logits(hf_container(containers, case), tokens)
     gguf = logits(gguf_container(containers, case), tokens)
@@ -147,6 +154,7 @@ _SWITCHES = [
     ("qwen3_moe-bias", "qwen3_moe-f32"),
     ("qwen3_moe-window", "qwen3_moe-f32"),
     ("qwen3_moe-pruned", "qwen3_moe-f32"),
+    ("qwen3_moe-eps", "qwen3_moe-f32"),
     ("olmoe-norm", "olmoe-f32"),
     ("olmoe-clip", "olmoe-f32"),
     ("olmoe-bias", "olmoe-f32"),
@@ -162,14 +170,27 @@ def test_each_switch_shows_in_the_logits(containers: Containers, name: str, base
     far from the logits of the same weights without it."""
     oracle = cases.load(CASES[name])[0]
     without = logits(hf_container(containers, CASES[base]), oracle.tokens)
-    assert cases.error(without[oracle.positions], oracle.logits) > 50 * cases.LOGIT_TOLERANCE
+    assert cases.error(without[oracle.positions], oracle.logits) > 500 * cases.LOGIT_TOLERANCE
 
 
-@pytest.mark.skipif(not cases.TINY_MOE.exists(), reason="fixtures/tiny-moe is not here")
 def test_shipped_checkpoint_equals_transformers(containers: Containers) -> None:
     fingerprint, oracles = cases.read("tiny-moe")
     assert fingerprint == cases.tiny_moe_fingerprint(), "run tests/oracle/make_oracle.py tiny-moe"
     check(containers.from_source(cases.TINY_MOE), oracles)
+
+
+def test_shipped_checkpoint_as_gguf_gives_identical_logits(containers: Containers) -> None:
+    spec = tm.read_spec(cases.TINY_MOE)
+    weights = tm.read_hf(cases.TINY_MOE)
+    stored = tm.encode_gguf(
+        tm.gguf_values("qwen3_moe", spec, weights), tm.GGMLQuantizationType.BF16
+    )
+    path = containers.folder() / "tiny-moe.gguf"
+    tm.write_gguf_tensors(path, "qwen3moe", tm.gguf_metadata("qwen3_moe", spec), stored)
+    _, oracles = cases.read("tiny-moe")
+    tokens = oracles[0].tokens
+    hf = logits(containers.from_source(cases.TINY_MOE), tokens)
+    assert np.array_equal(logits(containers.from_source(path), tokens), hf)
 
 
 def test_one_token_equals_the_start_of_a_long_prompt(containers: Containers) -> None:

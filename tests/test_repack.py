@@ -6,23 +6,33 @@ import hashlib
 import io
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import colibri_tools.repack as repack_module
 import numpy as np
 import pytest
 import tiny_models as tm
+from repack_util import (
+    check_codes,
+    code,
+    coded,
+    refused,
+    replace_key,
+    small_gguf,
+    small_hf,
+    small_spec,
+)
+from rich.console import Console
+from sources_util import peak_memory
+
+import colibri_tools
+import colibri_tools.repack as repack_module
 from colibri_tools.container.format import PartRole, Role
 from colibri_tools.errors import JobError, SourceError, UsageError
 from colibri_tools.mapping import map_source
 from colibri_tools.repack import repack
 from colibri_tools.sources import open_source
-from repack_util import check_codes, code, coded, refused, replace_key, small_spec
-from rich.console import Console
-from sources_util import peak_memory
-
-import colibri_tools
 
 _T = tm.GGMLQuantizationType
 
@@ -87,7 +97,7 @@ def test_every_expert_value_of_a_gguf_checkpoint_is_at_its_place(
 def test_every_resident_tensor_is_carried_bit_for_bit(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
-    source_path = tm.write_hf(tmp_path / "hf", family, small_spec(family), dtype=dtype)
+    source_path = small_hf(tmp_path / "hf", family, dtype=dtype)
     repack(source_path, tmp_path / "m.colibri")
     with (
         open_source(source_path) as source,
@@ -141,9 +151,9 @@ def test_quantized_blocks_are_carried_and_types_may_differ_by_expert(tmp_path: P
 def test_every_gguf_type_is_carried(tmp_path: Path, kind: Any) -> None:
     spec = tm.wide_spec("qwen3_moe", layers=1, experts=2)
     stored: dict[str, tm.GgufTensor] = {}
-    path = tm.write_gguf(
-        tmp_path / "m.gguf", "qwen3_moe", spec, types=kind, mutate=stored.update
-    )[0]
+    path = tm.write_gguf(tmp_path / "m.gguf", "qwen3_moe", spec, types=kind, mutate=stored.update)[
+        0
+    ]
     repack(path, tmp_path / "m.colibri")
     with colibri_tools.open(tmp_path / "m.colibri") as container:
         for expert in range(2):
@@ -152,12 +162,32 @@ def test_every_gguf_type_is_carried(tmp_path: Path, kind: Any) -> None:
         assert container.spec["executable"] is True
 
 
+def test_gaps_between_parts_are_zero_whatever_the_block_before_held(tmp_path: Path) -> None:
+    """Parts of 180 and 360 bytes: a gap of one layout lies where the other has weights."""
+    spec = small_spec("mixtral", hidden=10, width=9)
+
+    def mix(weights: dict[str, Any]) -> None:
+        for name, value in weights.items():
+            if ".experts.0." in name or ".experts.3." in name:
+                weights[name] = tm.Raw("F32", value.shape, value.astype("<f4").tobytes())
+
+    source = tm.write_hf(tmp_path / "hf", "mixtral", spec, dtype="bf16", mutate=mix)
+    repack(source, tmp_path / "m.colibri", threads=1)
+    with colibri_tools.open(tmp_path / "m.colibri") as container:
+        assert len(container.layouts) == 2
+        for row in range(spec.layers):
+            for expert in range(spec.experts):
+                parts = container.layout_of(row, expert).parts
+                block = bytes(container.block(row, expert))
+                for part, after in pairwise(parts):
+                    gap = block[part.offset + part.n_bytes : after.offset]
+                    assert gap and not any(gap)
+
+
 def test_residents_and_experts_in_small_pieces_are_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tm.write_gguf(
-        tmp_path / "m.gguf", "olmoe", tm.wide_spec("olmoe"), types=_T.Q8_0
-    )[0]
+    source = tm.write_gguf(tmp_path / "m.gguf", "olmoe", tm.wide_spec("olmoe"), types=_T.Q8_0)[0]
     repack(source, tmp_path / "whole.colibri")
     monkeypatch.setattr(repack_module, "CHUNK_BYTES", 1000)
     repack(source, tmp_path / "pieces.colibri")
@@ -189,7 +219,7 @@ def test_the_file_is_a_function_of_contents_not_of_places(tmp_path: Path) -> Non
 
 
 def test_provenance_says_from_what_and_how(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"), shards=2)
+    source = small_hf(tmp_path / "hf", "olmoe", shards=2)
     repack(source, tmp_path / "m.colibri", align=8192)
     files = sorted(source.glob("*.safetensors"))
     with colibri_tools.open(tmp_path / "m.colibri") as container:
@@ -213,7 +243,7 @@ def test_provenance_says_from_what_and_how(tmp_path: Path) -> None:
 
 
 def test_hash_sources_records_whole_files(tmp_path: Path) -> None:
-    files = tm.write_gguf(tmp_path / "m.gguf", "olmoe", small_spec("olmoe"), split=9)
+    files = tm.write_gguf(tmp_path / "m.gguf", "olmoe", split=9)
     calls: list[tuple[int, int]] = []
     repack(
         files[0],
@@ -223,14 +253,15 @@ def test_hash_sources_records_whole_files(tmp_path: Path) -> None:
     )
     with colibri_tools.open(tmp_path / "m.colibri") as container:
         assert container.provenance["source.sha256"] == [_sha256(file) for file in files]
-        assert container.blobs["gguf-metadata.bin"] == files[0].read_bytes()[
-            : len(container.blobs["gguf-metadata.bin"])
-        ]
+        assert (
+            container.blobs["gguf-metadata.bin"]
+            == files[0].read_bytes()[: len(container.blobs["gguf-metadata.bin"])]
+        )
     assert calls[-1][0] == calls[-1][1]
 
 
 def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "qwen3_moe", small_spec("qwen3_moe"))
+    source = small_hf(tmp_path / "hf", "qwen3_moe")
     calls: list[tuple[int, int]] = []
     result = repack(source, tmp_path / "m", progress=lambda *call: calls.append(call))
     done = [call[0] for call in calls]
@@ -256,18 +287,18 @@ def test_a_tied_output_is_an_alias_without_bytes(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_plans_the_same_file_and_writes_nothing(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"))
+    source = small_hf(tmp_path / "hf", "mixtral")
     before = sorted(tmp_path.rglob("*"))
-    planned = repack(source, tmp_path / "m.colibri", dry_run=True)
+    planned = repack(source, tmp_path / "m.colibri", dry_run=True, hash_sources=True)
     assert sorted(tmp_path.rglob("*")) == before
-    done = repack(source, tmp_path / "m.colibri")
+    done = repack(source, tmp_path / "m.colibri", hash_sources=True)
     assert (planned.dry_run, done.dry_run) == (True, False)
     assert planned.accounting == done.accounting
     assert done.file_bytes == (tmp_path / "m.colibri").stat().st_size
 
 
 def test_the_result_is_strict_json_and_a_readable_summary(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "mixtral", small_spec("mixtral"))
+    source = small_hf(tmp_path / "hf", "mixtral")
     result = repack(source, tmp_path / "m.colibri")
     data = json.loads(json.dumps(result.to_json(), allow_nan=False))
     assert data["experts_per_layer"] == [5, 5, 5] and data["n_blocks"] == 15
@@ -278,11 +309,32 @@ def test_the_result_is_strict_json_and_a_readable_summary(tmp_path: Path) -> Non
         assert word in text.getvalue()
 
 
+def test_case_7_2_side_files_are_carried_and_missing_ones_named(tmp_path: Path) -> None:
+    source = small_hf(tmp_path / "hf", "olmoe")
+    result = repack(source, tmp_path / "a.colibri")
+    assert any("tokenizer.json" in n and "chat_template" in n for n in result.notes)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "tokenizer_config.json").write_text("{}")
+    vocab = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    (source / "tokenizer.json").write_text(json.dumps(vocab))
+    complete = repack(source, tmp_path / "b.colibri")
+    assert complete.missing_blobs == () and not any("carried" in n for n in complete.notes)
+    with colibri_tools.open(tmp_path / "b.colibri") as container:
+        assert set(container.blobs) == {
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        assert container.blobs["chat_template.jinja"] == b"{{ messages }}"
+
+
 # ---------------------------------------------------------------- refusals
 
 
 def test_an_output_that_exists_needs_force(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     out = tmp_path / "m.colibri"
     out.write_text("precious")
     for dry_run in (False, True):
@@ -295,7 +347,7 @@ def test_an_output_that_exists_needs_force(tmp_path: Path) -> None:
 
 
 def test_an_output_that_is_an_input_is_refused_even_with_force(tmp_path: Path) -> None:
-    path = tm.write_gguf(tmp_path / "m.gguf", "olmoe", small_spec("olmoe"))[0]
+    path = small_gguf(tmp_path / "m.gguf", "olmoe")
     link = tmp_path / "link.colibri"
     os.link(path, link)
     before = _sha256(path)
@@ -307,14 +359,14 @@ def test_an_output_that_is_an_input_is_refused_even_with_force(tmp_path: Path) -
 
 @pytest.mark.parametrize("align", [0, 512, 5000, 4 << 20])
 def test_a_bad_alignment_is_wrong_usage(tmp_path: Path, align: int) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     with pytest.raises(UsageError, match="alignment"):
         repack(source, tmp_path / "m.colibri", align=align)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
 def test_a_source_that_changes_meanwhile_leaves_no_output(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     shard = source / "model.safetensors"
 
     def touch(done: int, total: int) -> None:
@@ -326,7 +378,7 @@ def test_a_source_that_changes_meanwhile_leaves_no_output(tmp_path: Path) -> Non
 
 
 def test_an_interrupted_job_stops_its_threads_and_leaves_no_output(tmp_path: Path) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     calls = 0
 
     def interrupt(done: int, total: int) -> None:
@@ -344,7 +396,7 @@ def test_an_interrupted_job_stops_its_threads_and_leaves_no_output(tmp_path: Pat
 def test_too_little_space_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     real = os.statvfs(tmp_path)
 
     class Full:
@@ -360,7 +412,7 @@ def test_too_little_space_is_said_before_anything_is_written(
 def test_a_block_above_the_memory_is_said_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"))
+    source = small_hf(tmp_path / "hf", "olmoe")
     monkeypatch.setattr(repack_module, "_available_memory", lambda: 1000)
     assert "available memory" in refused(source)
 
@@ -408,7 +460,7 @@ def test_case_4_3_nan_in_a_resident_tensor_is_found_in_any_piece(
     def spoil(weights: dict[str, Any]) -> None:
         weights["model.layers.2.self_attn.o_proj.weight"][60, 11] = np.nan
 
-    source = tm.write_hf(tmp_path / "hf", "olmoe", small_spec("olmoe"), mutate=spoil)
+    source = small_hf(tmp_path / "hf", "olmoe", mutate=spoil)
     message = refused(source)
     assert "'model.layers.2.self_attn.o_proj.weight'" in message and "[60, 11]" in message
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import tiny_models as tm
+from tiny_models import TinySpec
+
 from colibri_tools.engine import Engine
 from colibri_tools.repack import repack
-from tiny_models import TinySpec
 
 
 class Containers:
@@ -29,7 +30,7 @@ class Containers:
         """The container of `tm.write_gguf(.., **options)`."""
         return self._build(tm.write_gguf, ".gguf", family, spec, options)
 
-    def from_source(self, source: Path, key: str | None = None) -> Path:
+    def from_source(self, source: Path) -> Path:
         """The container of a checkpoint on disk."""
         out = self.folder() / "model.colibri"
         repack(source, out)

@@ -68,6 +68,7 @@ class TinySpec:
     shared_gate_gain: float = 2.0
     clip_qkv: float | None = None
     window: int | None = None
+    norm_eps: float | None = None
     rope_theta: float | None = None
     rope: Mapping[str, Any] | None = None
     """rope_parameters besides rope_theta, for example {"rope_type": "yarn", "factor": 4.0}."""
@@ -282,6 +283,11 @@ def norm_topk(family: str, spec: TinySpec) -> bool:
     return _NORM_TOPK[family] if spec.norm_topk is None else spec.norm_topk
 
 
+def norm_eps(family: str, spec: TinySpec) -> float:
+    """What is added to the mean of squares in every norm."""
+    return _RMS_EPS[family] if spec.norm_eps is None else spec.norm_eps
+
+
 def rope_parameters(family: str, spec: TinySpec) -> dict[str, Any]:
     """`rope_parameters` of config.json."""
     theta = _ROPE_THETA[family] if spec.rope_theta is None else spec.rope_theta
@@ -315,7 +321,7 @@ def config(
         "num_key_value_heads": spec.kv_heads,
         "output_router_logits": False,
         "pad_token_id": None,
-        "rms_norm_eps": _RMS_EPS[family],
+        "rms_norm_eps": norm_eps(family, spec),
         "rope_parameters": rope_parameters(family, spec),
         "router_aux_loss_coef": 0.001,
         "tie_word_embeddings": spec.tied,
@@ -501,6 +507,44 @@ def write_hf(
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return path
+
+
+def read_hf(path: Path) -> Tensors:
+    """The tensors of a Hugging Face directory as float32; F32 and BF16 only."""
+    out: Tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        data = file.read_bytes()
+        (n,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + n])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = (8 + n + at for at in entry["data_offsets"])
+            bits = np.frombuffer(data[start:end], {"BF16": "<u2", "F32": "<f4"}[entry["dtype"]])
+            values = from_bf16(bits) if entry["dtype"] == "BF16" else bits
+            out[name] = values.reshape(entry["shape"])
+    return out
+
+
+def read_spec(path: Path) -> TinySpec:
+    """The spec of a Qwen3-MoE directory whose layers are all MoE layers."""
+    c = json.loads((path / "config.json").read_text())
+    return TinySpec(
+        layers=c["num_hidden_layers"],
+        experts=c.get("num_local_experts") or c["num_experts"],
+        hidden=c["hidden_size"],
+        width=c["moe_intermediate_size"],
+        heads=c["num_attention_heads"],
+        kv_heads=c["num_key_value_heads"],
+        head_dim=c["head_dim"],
+        vocab=c["vocab_size"],
+        top_k=c["num_experts_per_tok"],
+        dense_width=c["intermediate_size"],
+        tied=c["tie_word_embeddings"],
+        norm_topk=c["norm_topk_prob"],
+        norm_eps=c["rms_norm_eps"],
+        rope_theta=c["rope_parameters"]["rope_theta"],
+        max_position=c["max_position_embeddings"],
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -719,7 +763,7 @@ def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) 
         f"{arch}.attention.head_count": spec.heads,
         f"{arch}.attention.head_count_kv": spec.kv_heads,
         f"{arch}.rope.freq_base": float(rope["rope_theta"]),
-        f"{arch}.attention.layer_norm_rms_epsilon": _RMS_EPS[family],
+        f"{arch}.attention.layer_norm_rms_epsilon": norm_eps(family, spec),
         f"{arch}.expert_count": spec.experts,
         f"{arch}.expert_used_count": spec.top_k,
         "general.quantization_version": gguf.GGML_QUANT_VERSION,

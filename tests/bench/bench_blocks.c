@@ -24,7 +24,7 @@ static double now(void) {
 }
 
 // Random codes with every scale 1 (binary16), so that no kernel meets denormals or NaN.
-static void fill(const clb_type* t, uint8_t* w, size_t n_bytes) {
+static void fill(const clb_type *t, uint8_t *w, size_t n_bytes) {
   uint64_t s = 88172645463325252u;
   for (size_t i = 0; i < n_bytes; i++) {
     s ^= s << 13, s ^= s >> 7, s ^= s << 17;
@@ -38,25 +38,25 @@ static void fill(const clb_type* t, uint8_t* w, size_t n_bytes) {
   }
 }
 
-static double seconds_of_matmul(const clb_kernels* k, const clb_type* t, const uint8_t* w, size_t row_bytes,
-                                size_t n_cols, size_t n_rows, const float* x, size_t n_tokens, float* y) {
+static double seconds_of_matmul(const clb_kernels *k, const clb_type *t, const uint8_t *w, size_t row_bytes,
+                                size_t n_cols, size_t n_rows, const float *x, size_t n_tokens, float *y) {
   double start = now();
   clb_matmul_rows(k, t->id, w, row_bytes, n_cols, 0, n_rows, x, n_cols, n_tokens, y, n_rows);
   return now() - start;
 }
 
-static double seconds_of_decode(const clb_kernels* k, const clb_type* t, const uint8_t* w, size_t row_bytes,
-                                size_t n_cols, size_t n_rows, float* row) {
+static double seconds_of_decode(const clb_kernels *k, const clb_type *t, const uint8_t *w, size_t row_bytes,
+                                size_t n_cols, size_t n_rows, float *row) {
   double start = now();
   for (size_t r = 0; r < n_rows; r++) clb_dequantize_with(k, t->id, w + r * row_bytes, row, n_cols);
   return now() - start;
 }
 
-static void keep_lower(double* best, double seconds) {
+static void keep_lower(double *best, double seconds) {
   if (*best == 0 || seconds < *best) *best = seconds;
 }
 
-static void bench_type(const clb_type* t, uint8_t* w, size_t n_bytes, size_t n_cols, const float* x, float* y) {
+static void bench_type(const clb_type *t, uint8_t *w, size_t n_bytes, size_t n_cols, const float *x, float *y) {
   uint64_t row_bytes;
   if (!clb_row_bytes(t, n_cols, &row_bytes)) return;
   size_t n_rows = n_bytes / row_bytes, few = n_rows / 16 + 1;  // the slow sides see a part only
@@ -78,7 +78,7 @@ static void bench_type(const clb_type* t, uint8_t* w, size_t n_bytes, size_t n_c
          gb * (double)n_cols / (double)row_bytes / s_best, gb / s_decode, gb / s_scan, gmac / s_batch);
 }
 
-static void bench_sums(const uint8_t* p, size_t n) {
+static void bench_sums(const uint8_t *p, size_t n) {
   double crc = 0, sha = 0;
   uint8_t digest[32];
   volatile uint32_t result;
@@ -94,12 +94,12 @@ static void bench_sums(const uint8_t* p, size_t n) {
   printf("crc32c %.2f GB/s, sha256 %.2f GB/s\n", (double)n * 1e-9 / crc, (double)n * 1e-9 / sha);
 }
 
-int main(int argc, char** argv) {
+int main(int argc, char **argv) {
   size_t n_bytes = (argc > 1 ? strtoul(argv[1], NULL, 10) : 64) << 20;
   size_t n_cols = argc > 2 ? strtoul(argv[2], NULL, 10) : 2048;
-  uint8_t* w = malloc(n_bytes);
-  float* x = aligned_alloc(64, N_TOKENS * n_cols * sizeof *x);
-  float* y = malloc((n_bytes + n_cols) * sizeof *y);
+  uint8_t *w = malloc(n_bytes);
+  float *x = aligned_alloc(64, N_TOKENS * n_cols * sizeof *x);
+  float *y = malloc((n_bytes + n_cols) * sizeof *y);
   if (!w || !x || !y) return 1;
   for (size_t i = 0; i < N_TOKENS * n_cols; i++) x[i] = (float)((i * 2654435761u >> 16) % 1000) * 0.001f - 0.5f;
   printf("%zu MiB of weights, %zu columns, 1 thread, kernels: %s\n", n_bytes >> 20, n_cols,

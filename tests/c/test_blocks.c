@@ -29,26 +29,26 @@ static uint32_t random_u32(void) {
   return (uint32_t)(seed >> 32);
 }
 
-static void* allocate(size_t n_bytes) {
-  void* p = malloc(n_bytes);
+static void *allocate(size_t n_bytes) {
+  void *p = malloc(n_bytes);
   CHECK(p, "malloc");
   return p;
 }
 
-static float* random_floats(size_t n) {
-  float* x = allocate(n * sizeof *x);
+static float *random_floats(size_t n) {
+  float *x = allocate(n * sizeof *x);
   for (size_t i = 0; i < n; i++) x[i] = (float)(int32_t)random_u32() * 0x1p-31f;
   return x;
 }
 
 // NaN as one value: which one comes out is not promised.
-static void settle(float* x, size_t n) {
+static void settle(float *x, size_t n) {
   for (size_t i = 0; i < n; i++) {
     if (isnan(x[i])) x[i] = NAN;
   }
 }
 
-static void expect_same(float* a, float* b, size_t n, const char* what) {
+static void expect_same(float *a, float *b, size_t n, const char *what) {
   settle(a, n);
   settle(b, n);
   CHECK(memcmp(a, b, n * sizeof *a) == 0, what);
@@ -67,7 +67,7 @@ static source random_source(size_t n_bytes, size_t offset) {
   return s;
 }
 
-static void check_decode(const clb_type* t, size_t n, size_t offset) {
+static void check_decode(const clb_type *t, size_t n, size_t offset) {
   uint64_t n_bytes;
   CHECK(clb_row_bytes(t, n, &n_bytes), t->name);
   source s = random_source(n_bytes, offset);
@@ -83,7 +83,7 @@ static void check_decode(const clb_type* t, size_t n, size_t offset) {
   free(b);
 }
 
-static void check_matmul(const clb_type* t, size_t n_cols, size_t n_rows, size_t n_tokens, size_t offset) {
+static void check_matmul(const clb_type *t, size_t n_cols, size_t n_rows, size_t n_tokens, size_t offset) {
   uint64_t row_bytes;
   CHECK(clb_row_bytes(t, n_cols, &row_bytes), t->name);
   source w = random_source(row_bytes * n_rows, offset);
@@ -105,7 +105,7 @@ static void check_matmul(const clb_type* t, size_t n_cols, size_t n_rows, size_t
   free(row);
 }
 
-static void check_type(const clb_type* t) {
+static void check_type(const clb_type *t) {
   static const size_t tokens[] = {1, 2, 3, 4, 7, 25};
   size_t unit = t->block_weights > 1 ? t->block_weights : 1;
   for (size_t n = 0; n < 6; n++) check_decode(t, n * unit, n % 4);

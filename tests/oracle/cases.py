@@ -19,15 +19,16 @@ from tiny_models import TinySpec
 VALUES = Path(__file__).parent / "values"
 TINY_MOE = Path(__file__).parents[2] / "fixtures" / "tiny-moe"
 
-LOGIT_TOLERANCE = 2e-4
+LOGIT_TOLERANCE = 2e-5
 """Largest allowed |difference|, as a share of (max - min) of the oracle's logits of a position.
 
-Both sides compute in float32 with sums in another order; that alone costs about 1e-6 of the range.
+2e-4 is promised; the tests hold a tenth of it. Both sides compute in float32 with sums in another
+order, which costs up to 4e-6 of the range in these models.
 """
 
 GAP_TOLERANCE = 1e-4
 """A router's choice must be the oracle's where k-th and next logit are further apart than this, as
-a share of (max - min) of the router's logits. Twice LOGIT_TOLERANCE is promised; the prompts are
+a share of (max - min) of the router's logits. Twice 2e-4 is promised; the prompts are
 chosen so that every gap is above this smaller bound, and every choice is compared."""
 
 
@@ -154,6 +155,7 @@ def _cases() -> list[Case]:
         _case("qwen3_moe-bias", "qwen3_moe", attention_bias=True),
         _case("qwen3_moe-window", "qwen3_moe", window=16),
         _case("qwen3_moe-pruned", "qwen3_moe", gguf=False, experts_of_layer=(12, 8, 5)),
+        _case("qwen3_moe-eps", "qwen3_moe", norm_eps=0.25),
         _case("olmoe-norm", "olmoe", norm_topk=True),
         _case("olmoe-clip", "olmoe", clip_qkv=0.8),
         _case("olmoe-bias", "olmoe", attention_bias=True),
@@ -220,13 +222,19 @@ def read(name: str) -> tuple[str, list[Oracle]]:
         return str(data["fingerprint"]), oracles
 
 
+_loaded: dict[str, list[Oracle]] = {}
+
+
 def load(case: Case) -> list[Oracle]:
     """The committed values of a case, one entry per prompt."""
+    if case.name in _loaded:
+        return _loaded[case.name]
     fingerprint, oracles = read(case.name)
     assert fingerprint == case.fingerprint(), (
         f"{case.name}: the tiny model differs from the one the oracle values were made from; "
         "run tests/oracle/make_oracle.py"
     )
+    _loaded[case.name] = oracles
     return oracles
 
 

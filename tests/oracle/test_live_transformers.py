@@ -72,6 +72,7 @@ def random_case(family: str, seed: int) -> Case:
         dense_layers=dense,
         clip_qkv=pick(None, 0.7) if family == "olmoe" else None,
         window=pick(None, 7) if family != "olmoe" else None,
+        norm_eps=pick(None, 1e-6, 1e-3, 0.1),
         rope_theta=pick(1e4, 1e6, 500.0),
         rope=rope,
         max_position=4 * original,

@@ -1,7 +1,7 @@
-"""Section 3 of the case table for the softmax families: what the router's weights are.
+"""What the routers' weights are when a model runs: section 3 of the case table.
 
-Weights are looked at themselves, through the engine's trace, besides their effect on the logits
-(test_logits.py).
+The weights themselves are looked at, through the engine's trace; test_logits.py compares their
+effect, and test_cases_router.py the switches in the container's spec.
 """
 
 from __future__ import annotations
@@ -88,6 +88,16 @@ def test_case_3_2_top_1_without_normalising_keeps_the_probability(containers: Co
     _, weights = trace(containers.hf("olmoe", case.spec), oracle.tokens)
     assert np.abs(weights - oracle.weights).max() < 1e-5
     assert (weights < 1).all()
+
+
+def test_case_3_6_router_scale_multiplies_the_chosen_weights_once(containers: Containers) -> None:
+    scale = {"qwen3moe.expert_weights_scale": 2.5}
+    normed = sums(containers.gguf("qwen3_moe", metadata=scale))
+    assert np.abs(normed - 2.5).max() < 2.5 * ONE
+    plain = {"qwen3moe.expert_weights_norm": False}
+    once = sums(containers.gguf("qwen3_moe", metadata=plain))
+    scaled = sums(containers.gguf("qwen3_moe", metadata=plain | scale))
+    assert np.abs(scaled[0] - 2.5 * once[0]).max() < 2.5 * ONE  # later layers see other inputs
 
 
 def test_case_3_7_same_gate_sums_below_one_in_olmoe_and_to_one_in_mixtral(
