@@ -42,14 +42,14 @@ static const clb_type types[CLB_N_TYPES] = {
     {CLB_NVFP4, "nvfp4", 64, 36, CLB_SCALE_NONE, 0, {0, 0}},
 };
 
-const clb_type* clb_type_by_id(uint32_t id) {
+const clb_type *clb_type_by_id(uint32_t id) {
   for (size_t i = 0; i < CLB_N_TYPES; i++) {
     if (types[i].id == id) return &types[i];
   }
   return NULL;
 }
 
-const clb_type* clb_type_by_name(const char* name) {
+const clb_type *clb_type_by_name(const char *name) {
   for (size_t i = 0; i < CLB_N_TYPES; i++) {
     if (strcmp(types[i].name, name) == 0) return &types[i];
   }
@@ -60,11 +60,11 @@ size_t clb_type_count(void) {
   return CLB_N_TYPES;
 }
 
-const clb_type* clb_type_at(size_t i) {
+const clb_type *clb_type_at(size_t i) {
   return i < CLB_N_TYPES ? &types[i] : NULL;
 }
 
-bool clb_row_bytes(const clb_type* type, uint64_t n_cols, uint64_t* n_bytes) {
+bool clb_row_bytes(const clb_type *type, uint64_t n_cols, uint64_t *n_bytes) {
   if (n_cols % type->block_weights != 0) return false;
   uint64_t n_blocks = n_cols / type->block_weights;
   if (n_blocks > UINT64_MAX / type->block_bytes) return false;
@@ -73,7 +73,7 @@ bool clb_row_bytes(const clb_type* type, uint64_t n_cols, uint64_t* n_bytes) {
 }
 
 // The position in the table, which is also that of the type's kernels.
-static size_t type_index(const clb_type* type) {
+static size_t type_index(const clb_type *type) {
   return (size_t)(type - types);
 }
 
@@ -84,13 +84,13 @@ static size_t type_index(const clb_type* type) {
 #error "a little-endian CPU is required"
 #endif
 
-static inline uint16_t load_u16(const uint8_t* p) {
+static inline uint16_t load_u16(const uint8_t *p) {
   uint16_t v;
   memcpy(&v, p, sizeof v);
   return v;
 }
 
-static inline uint32_t load_u32(const uint8_t* p) {
+static inline uint32_t load_u32(const uint8_t *p) {
   uint32_t v;
   memcpy(&v, p, sizeof v);
   return v;
@@ -134,7 +134,7 @@ static inline uint16_t f32_to_bf16(float f) {
   return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-static inline float load_f16(const uint8_t* p) {
+static inline float load_f16(const uint8_t *p) {
   return f16_to_f32(load_u16(p));
 }
 
@@ -144,20 +144,20 @@ static inline float load_f16(const uint8_t* p) {
 const int8_t clb_values_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 const int8_t clb_values_e2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-static void f32_block(const uint8_t* b, float* dst) {
+static void f32_block(const uint8_t *b, float *dst) {
   memcpy(dst, b, sizeof *dst);
 }
 
-static void f16_block(const uint8_t* b, float* dst) {
+static void f16_block(const uint8_t *b, float *dst) {
   *dst = load_f16(b);
 }
 
-static void bf16_block(const uint8_t* b, float* dst) {
+static void bf16_block(const uint8_t *b, float *dst) {
   *dst = float_of((uint32_t)load_u16(b) << 16);
 }
 
 // f16 d; u8 codes[16]: low nibbles are weights 0..15, high nibbles 16..31
-static void q4_0_block(const uint8_t* b, float* dst) {
+static void q4_0_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int i = 0; i < 16; i++) {
     dst[i] = d * (float)((b[2 + i] & 15) - 8);
@@ -166,7 +166,7 @@ static void q4_0_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d, m; u8 codes[16] as in q4_0
-static void q4_1_block(const uint8_t* b, float* dst) {
+static void q4_1_block(const uint8_t *b, float *dst) {
   float d = load_f16(b), m = load_f16(b + 2);
   for (int i = 0; i < 16; i++) {
     dst[i] = d * (float)(b[4 + i] & 15) + m;
@@ -175,7 +175,7 @@ static void q4_1_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; u32 high: the fifth bit of each code; u8 codes[16] as in q4_0
-static void q5_0_block(const uint8_t* b, float* dst) {
+static void q5_0_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   uint32_t high = load_u32(b + 2);
   for (int i = 0; i < 16; i++) {
@@ -185,7 +185,7 @@ static void q5_0_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d, m; u32 high; u8 codes[16] as in q5_0
-static void q5_1_block(const uint8_t* b, float* dst) {
+static void q5_1_block(const uint8_t *b, float *dst) {
   float d = load_f16(b), m = load_f16(b + 2);
   uint32_t high = load_u32(b + 4);
   for (int i = 0; i < 16; i++) {
@@ -195,14 +195,14 @@ static void q5_1_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; i8 codes[32]
-static void q8_0_block(const uint8_t* b, float* dst) {
+static void q8_0_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int i = 0; i < 32; i++) dst[i] = d * (float)(int8_t)b[2 + i];
 }
 
 // u8 scales[16]: 4 bits scale, 4 bits min for 16 weights each; u8 codes[64]; f16 d, dmin
 // Codes: byte k of half h has, from its lowest bits up, weights k, k + 32, k + 64, k + 96 of the half.
-static void q2_k_block(const uint8_t* b, float* dst) {
+static void q2_k_block(const uint8_t *b, float *dst) {
   const uint8_t *scales = b, *codes = b + 16;
   float d = load_f16(b + 80), dmin = load_f16(b + 82);
   for (int i = 0; i < 256; i++) {
@@ -213,14 +213,14 @@ static void q2_k_block(const uint8_t* b, float* dst) {
 }
 
 // Scale i of 16: the low 4 bits are in nibbles of the first 8 bytes, the high 2 bits in the last 4.
-static inline int q3_k_scale(const uint8_t* s, int i) {
+static inline int q3_k_scale(const uint8_t *s, int i) {
   int low = s[i % 8] >> (i / 8 * 4) & 15, high = s[8 + i % 4] >> (i / 4 * 2) & 3;
   return (low | high << 4) - 32;
 }
 
 // u8 mask[32]: bit g of byte k is the third bit of weight k + 32 g, and 4 is subtracted where it is 0;
 // u8 codes[64] as in q2_k; u8 scales[12]; f16 d
-static void q3_k_block(const uint8_t* b, float* dst) {
+static void q3_k_block(const uint8_t *b, float *dst) {
   const uint8_t *mask = b, *codes = b + 32, *scales = b + 96;
   float d = load_f16(b + 108);
   for (int i = 0; i < 256; i++) {
@@ -232,7 +232,7 @@ static void q3_k_block(const uint8_t* b, float* dst) {
 
 // Scale and min i of 8, 6 bits each. The first four are plain; the others have 4 bits in the last 4 bytes and their
 // high 2 bits above the first ones.
-static inline void q4_k_scale(const uint8_t* s, int i, int* scale, int* min) {
+static inline void q4_k_scale(const uint8_t *s, int i, int *scale, int *min) {
   if (i < 4) {
     *scale = s[i] & 63;
     *min = s[i + 4] & 63;
@@ -243,9 +243,9 @@ static inline void q4_k_scale(const uint8_t* s, int i, int* scale, int* min) {
 }
 
 // f16 d, dmin; u8 scales[12]; u8 codes[128]: 32 bytes for 64 weights, low nibbles first
-static void q4_k_block(const uint8_t* b, float* dst) {
+static void q4_k_block(const uint8_t *b, float *dst) {
   float d = load_f16(b), dmin = load_f16(b + 2);
-  const uint8_t* codes = b + 16;
+  const uint8_t *codes = b + 16;
   for (int g = 0; g < 8; g++) {
     int scale, min;
     q4_k_scale(b + 4, g, &scale, &min);
@@ -258,7 +258,7 @@ static void q4_k_block(const uint8_t* b, float* dst) {
 
 // f16 d, dmin; u8 scales[12]; u8 high[32]: bit g of byte k is the fifth bit of weight k + 32 g; u8 codes[128] as in
 // q4_k
-static void q5_k_block(const uint8_t* b, float* dst) {
+static void q5_k_block(const uint8_t *b, float *dst) {
   float d = load_f16(b), dmin = load_f16(b + 2);
   const uint8_t *high = b + 16, *codes = b + 48;
   for (int g = 0; g < 8; g++) {
@@ -274,7 +274,7 @@ static void q5_k_block(const uint8_t* b, float* dst) {
 
 // u8 codes[128]: per half of 128 weights, 64 bytes, low nibbles first; u8 high[64]: 2 bits, placed as in q2_k;
 // i8 scales[16]; f16 d
-static void q6_k_block(const uint8_t* b, float* dst) {
+static void q6_k_block(const uint8_t *b, float *dst) {
   const uint8_t *codes = b, *high = b + 128, *scales = b + 192;
   float d = load_f16(b + 208);
   for (int i = 0; i < 256; i++) {
@@ -285,7 +285,7 @@ static void q6_k_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; u8 codes[16] as in q4_0
-static void iq4_nl_block(const uint8_t* b, float* dst) {
+static void iq4_nl_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int i = 0; i < 16; i++) {
     dst[i] = d * (float)clb_values_iq4[b[2 + i] & 15];
@@ -294,11 +294,11 @@ static void iq4_nl_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; u16 scales_high: 2 bits for 32 weights each; u8 scales_low[4]: 4 bits each; u8 codes[8][16] as in q4_0
-static void iq4_xs_block(const uint8_t* b, float* dst) {
+static void iq4_xs_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   uint32_t scales_high = load_u16(b + 2);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* codes = b + 8 + g * 16;
+    const uint8_t *codes = b + 8 + g * 16;
     int scale = (b[4 + g / 2] >> (g % 2 * 4) & 15) | (int)(scales_high >> (2 * g) & 3) << 4;
     float dl = d * (float)(scale - 32);
     for (int i = 0; i < 16; i++) {
@@ -310,7 +310,7 @@ static void iq4_xs_block(const uint8_t* b, float* dst) {
 
 // u8 codes[52]: ternary digits, five to a byte (four in the last 4 bytes), as fractions: digit i of a byte is the
 // integer part of 3 * (byte * 3^i mod 256) / 256; f16 d
-static void tq1_0_block(const uint8_t* b, float* dst) {
+static void tq1_0_block(const uint8_t *b, float *dst) {
   static const uint8_t power[5] = {1, 3, 9, 27, 81};
   static const struct {
     int first, n_bytes, n_digits;
@@ -327,7 +327,7 @@ static void tq1_0_block(const uint8_t* b, float* dst) {
 }
 
 // u8 codes[64] as in q2_k; f16 d
-static void tq2_0_block(const uint8_t* b, float* dst) {
+static void tq2_0_block(const uint8_t *b, float *dst) {
   float d = load_f16(b + 64);
   for (int i = 0; i < 256; i++) {
     dst[i] = d * (float)((b[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3) - 1);
@@ -340,7 +340,7 @@ static inline float e8m0_half(uint8_t e) {
 }
 
 // u8 e; u8 codes[16] as in q4_0
-static void mxfp4_block(const uint8_t* b, float* dst) {
+static void mxfp4_block(const uint8_t *b, float *dst) {
   float d = e8m0_half(b[0]);
   for (int i = 0; i < 16; i++) {
     dst[i] = d * (float)clb_values_e2m1[b[1 + i] & 15];
@@ -357,7 +357,7 @@ static inline float ue4m3_half(uint8_t s) {
 }
 
 // u8 scales[4]; u8 codes[4][8]: low nibbles are weights 0..7 of the 16, high nibbles 8..15
-static void nvfp4_block(const uint8_t* b, float* dst) {
+static void nvfp4_block(const uint8_t *b, float *dst) {
   for (int g = 0; g < 4; g++) {
     float d = ue4m3_half(b[g]);
     for (int i = 0; i < 8; i++) {
@@ -384,23 +384,23 @@ static inline float with_sign(float value, uint32_t signs, int i) {
   return signs >> i & 1 ? -value : value;
 }
 
-static inline void iq2_8_weights(float* dst, float scale, uint32_t entry, uint32_t signs) {
+static inline void iq2_8_weights(float *dst, float scale, uint32_t entry, uint32_t signs) {
   for (int i = 0; i < 8; i++) dst[i] = with_sign(scale * iq2_values[entry >> (2 * i) & 3], signs, i);
 }
 
-static inline void iq3_8_weights(float* dst, float scale, uint32_t entries, uint32_t signs, const float values[8]) {
+static inline void iq3_8_weights(float *dst, float scale, uint32_t entries, uint32_t signs, const float values[8]) {
   for (int i = 0; i < 8; i++) dst[i] = with_sign(scale * values[entries >> (4 * i) & 7], signs, i);
 }
 
-static inline void iq1_8_weights(float* dst, float scale, uint32_t entry, float delta) {
+static inline void iq1_8_weights(float *dst, float scale, uint32_t entry, float delta) {
   for (int i = 0; i < 8; i++) dst[i] = scale * (iq1_values[entry >> (2 * i) & 3] + delta);
 }
 
 // f16 d; {u8 entries[4]; u32 signs and scale}[8]: 7 bits of signs per entry, 4 bits of scale
-static void iq2_xxs_block(const uint8_t* b, float* dst) {
+static void iq2_xxs_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* entries = b + 2 + g * 8;
+    const uint8_t *entries = b + 2 + g * 8;
     uint32_t rest = load_u32(entries + 4);
     float scale = d * (0.5f + (float)(rest >> 28)) * 0.25f;
     for (int i = 0; i < 4; i++, dst += 8) {
@@ -410,7 +410,7 @@ static void iq2_xxs_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; u16 entries[32]: 9 bits of index, 7 of signs; u8 scales[8]: a nibble per 16 weights
-static void iq2_xs_block(const uint8_t* b, float* dst) {
+static void iq2_xs_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int i = 0; i < 32; i++) {
     uint32_t entry = load_u16(b + 2 + i * 2);
@@ -421,7 +421,7 @@ static void iq2_xs_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; u8 entries[32]; u8 signs[32]; u8 high[8]: 2 more bits per entry; u8 scales[8]: a nibble per 16 weights
-static void iq2_s_block(const uint8_t* b, float* dst) {
+static void iq2_s_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int i = 0; i < 32; i++) {
     int index = b[2 + i] | (b[66 + i / 4] >> (i % 4 * 2) & 3) << 8;
@@ -432,10 +432,10 @@ static void iq2_s_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; u8 entries[64]; u32 signs and scale[8] as in iq2_xxs, 7 bits per two entries
-static void iq3_xxs_block(const uint8_t* b, float* dst) {
+static void iq3_xxs_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* entries = b + 2 + g * 8;
+    const uint8_t *entries = b + 2 + g * 8;
     uint32_t rest = load_u32(b + 66 + g * 4);
     float scale = d * (0.5f + (float)(rest >> 28)) * 0.5f;
     for (int i = 0; i < 4; i++, dst += 8) {
@@ -446,7 +446,7 @@ static void iq3_xxs_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; u8 entries[64]; u8 high[8]: a ninth bit per entry; u8 signs[32]; u8 scales[4]: a nibble per 32 weights
-static void iq3_s_block(const uint8_t* b, float* dst) {
+static void iq3_s_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int i = 0; i < 32; i++) {
     uint32_t high = (uint32_t)b[66 + i / 4] >> (i % 4 * 2);
@@ -458,7 +458,7 @@ static void iq3_s_block(const uint8_t* b, float* dst) {
 }
 
 // f16 d; u8 entries[32]; u16 high[8]: 3 more bits for each of 4 entries, 3 bits of scale, the sign of the shift
-static void iq1_s_block(const uint8_t* b, float* dst) {
+static void iq1_s_block(const uint8_t *b, float *dst) {
   float d = load_f16(b);
   for (int i = 0; i < 32; i++) {
     uint32_t high = load_u16(b + 34 + i / 4 * 2);
@@ -468,14 +468,14 @@ static void iq1_s_block(const uint8_t* b, float* dst) {
   }
 }
 
-static inline uint16_t iq1_m_f16(const uint8_t* scales) {
+static inline uint16_t iq1_m_f16(const uint8_t *scales) {
   return (uint16_t)(load_u16(scales) >> 12 | (load_u16(scales + 2) >> 12) << 4 | (load_u16(scales + 4) >> 12) << 8 |
                     (load_u16(scales + 6) >> 12) << 12);
 }
 
 // u8 entries[32]; u8 high[16]: a nibble per entry, 3 more bits and the sign of the shift;
 // u16 scales[4]: 3 bits per 16 weights, and a nibble of the f16 d in the top of each
-static void iq1_m_block(const uint8_t* b, float* dst) {
+static void iq1_m_block(const uint8_t *b, float *dst) {
   float d = f16_to_f32(iq1_m_f16(b + 48));
   for (int i = 0; i < 32; i++) {
     uint32_t high = (uint32_t)b[32 + i / 2] >> (i % 2 * 4);
@@ -486,7 +486,7 @@ static void iq1_m_block(const uint8_t* b, float* dst) {
 }
 
 #define DECODER(name, weights, bytes)                                                           \
-  static void decode_##name(const uint8_t* src, float* dst, size_t n_blocks) {                  \
+  static void decode_##name(const uint8_t *src, float *dst, size_t n_blocks) {                  \
     for (size_t i = 0; i < n_blocks; i++) name##_block(src + i * (bytes), dst + i * (weights)); \
   }
 
@@ -529,23 +529,23 @@ float clb_reduce_lanes(const float p[CLB_LANES]) {
   return sums[0];
 }
 
-static void accumulate(float p[CLB_LANES], const float* a, const float* b, size_t n) {
+static void accumulate(float p[CLB_LANES], const float *a, const float *b, size_t n) {
   for (size_t j = 0; j < n; j++) p[j % CLB_LANES] = fmaf(a[j], b[j], p[j % CLB_LANES]);
 }
 
-static float scalar_dot(const float* a, const float* b, size_t n) {
+static float scalar_dot(const float *a, const float *b, size_t n) {
   float p[CLB_LANES] = {0};
   accumulate(p, a, b, n);
   return clb_reduce_lanes(p);
 }
 
-float clb_scalar_sum(const float* a, size_t n) {
+float clb_scalar_sum(const float *a, size_t n) {
   float p[CLB_LANES] = {0};
   for (size_t j = 0; j < n; j++) p[j % CLB_LANES] += a[j];
   return clb_reduce_lanes(p);
 }
 
-static void scalar_tile(float* acc, const float* w, size_t n_rows, const float* x, size_t ldx, size_t n_tokens,
+static void scalar_tile(float *acc, const float *w, size_t n_rows, const float *x, size_t ldx, size_t n_tokens,
                         size_t n) {
   for (size_t t = 0; t < n_tokens; t++) {
     for (size_t r = 0; r < n_rows; r++) {
@@ -554,7 +554,7 @@ static void scalar_tile(float* acc, const float* w, size_t n_rows, const float* 
   }
 }
 
-void clb_scalar_axpy(float* dst, const float* src, float scale, size_t n) {
+void clb_scalar_axpy(float *dst, const float *src, float scale, size_t n) {
   for (size_t i = 0; i < n; i++) dst[i] = fmaf(scale, src[i], dst[i]);
 }
 
@@ -576,29 +576,29 @@ static float exp_one(float x) {
   return p * float_of((uint32_t)(half + 127) << 23) * float_of((uint32_t)(i - half + 127) << 23);
 }
 
-void clb_scalar_exp(float* dst, const float* src, float shift, size_t n) {
+void clb_scalar_exp(float *dst, const float *src, float shift, size_t n) {
   for (size_t i = 0; i < n; i++) dst[i] = exp_one(src[i] - shift);
 }
 
-void clb_scalar_silu_mul(float* dst, const float* gate, const float* up, size_t n) {
+void clb_scalar_silu_mul(float *dst, const float *gate, const float *up, size_t n) {
   for (size_t i = 0; i < n; i++) dst[i] = gate[i] / (1.0f + exp_one(-gate[i])) * up[i];
 }
 
-void clb_scalar_to_f16(uint16_t* dst, const float* src, size_t n) {
+void clb_scalar_to_f16(uint16_t *dst, const float *src, size_t n) {
   for (size_t i = 0; i < n; i++) dst[i] = f32_to_f16(src[i]);
 }
 
-void clb_scalar_to_bf16(uint16_t* dst, const float* src, size_t n) {
+void clb_scalar_to_bf16(uint16_t *dst, const float *src, size_t n) {
   for (size_t i = 0; i < n; i++) dst[i] = f32_to_bf16(src[i]);
 }
 
-bool clb_scalar_any_masked_u32(const uint8_t* src, uint32_t mask, size_t n) {
+bool clb_scalar_any_masked_u32(const uint8_t *src, uint32_t mask, size_t n) {
   bool any = false;
   for (size_t i = 0; i < n; i++) any |= (load_u32(src + i * 4) & mask) == mask;
   return any;
 }
 
-bool clb_scalar_any_masked_u16(const uint8_t* src, uint16_t mask, size_t n) {
+bool clb_scalar_any_masked_u16(const uint8_t *src, uint16_t mask, size_t n) {
   bool any = false;
   for (size_t i = 0; i < n; i++) any |= (load_u16(src + i * 2) & mask) == mask;
   return any;
@@ -627,14 +627,14 @@ static const clb_kernels scalar_kernels = {
 // ---------------------------------------------------------------------------------------------------------------------
 // The choice of kernels
 
-const clb_kernels* clb_kernels_scalar(void) {
+const clb_kernels *clb_kernels_scalar(void) {
   return &scalar_kernels;
 }
 
-const clb_kernels* clb_kernels_best(void) {
+const clb_kernels *clb_kernels_best(void) {
   // A cache of a constant: threads that race here store the same pointer.
-  static _Atomic(const clb_kernels*) cached;
-  const clb_kernels* k = atomic_load_explicit(&cached, memory_order_relaxed);
+  static _Atomic(const clb_kernels *) cached;
+  const clb_kernels *k = atomic_load_explicit(&cached, memory_order_relaxed);
   if (k) return k;
 #if defined(CLB_HAVE_AVX2)
   k = clb_kernels_avx2();
@@ -646,35 +646,35 @@ const clb_kernels* clb_kernels_best(void) {
   return k;
 }
 
-const char* clb_kernels_name(const clb_kernels* k) {
+const char *clb_kernels_name(const clb_kernels *k) {
   return k->name;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Decoding
 
-static clb_decode_fn* decoder(const clb_kernels* k, const clb_type* t) {
-  clb_decode_fn* decode = k->decode[type_index(t)];
+static clb_decode_fn *decoder(const clb_kernels *k, const clb_type *t) {
+  clb_decode_fn *decode = k->decode[type_index(t)];
   return decode ? decode : scalar_kernels.decode[type_index(t)];
 }
 
-int clb_dequantize_with(const clb_kernels* k, uint32_t type, const void* src, float* dst, size_t n) {
-  const clb_type* t = clb_type_by_id(type);
+int clb_dequantize_with(const clb_kernels *k, uint32_t type, const void *src, float *dst, size_t n) {
+  const clb_type *t = clb_type_by_id(type);
   if (!t || n % t->block_weights != 0) return -1;
   decoder(k, t)(src, dst, n / t->block_weights);
   return 0;
 }
 
-int clb_dequantize(uint32_t type, const void* src, float* dst, size_t n) {
+int clb_dequantize(uint32_t type, const void *src, float *dst, size_t n) {
   return clb_dequantize_with(&scalar_kernels, type, src, dst, n);
 }
 
-int clb_dequantize_best(uint32_t type, const void* src, float* dst, size_t n) {
+int clb_dequantize_best(uint32_t type, const void *src, float *dst, size_t n) {
   return clb_dequantize_with(clb_kernels_best(), type, src, dst, n);
 }
 
 // Whether any scale of the block is such that its weights need a look.
-static bool block_is_suspect(const clb_type* t, const uint8_t* b) {
+static bool block_is_suspect(const clb_type *t, const uint8_t *b) {
   switch (t->scale_kind) {
     case CLB_SCALE_F16:
       for (uint32_t i = 0; i < t->n_scales; i++) {
@@ -690,11 +690,11 @@ static bool block_is_suspect(const clb_type* t, const uint8_t* b) {
   }
 }
 
-static uint64_t find_in_blocks(const clb_type* t, const uint8_t* src, uint64_t n_blocks) {
+static uint64_t find_in_blocks(const clb_type *t, const uint8_t *src, uint64_t n_blocks) {
   float weights[256];
   for (uint64_t i = 0; i < n_blocks; i++) {
-    const uint8_t* b = src + i * t->block_bytes;
-    __builtin_prefetch((const void*)((uintptr_t)b + 2048));  // few bytes are looked at, all lines are needed
+    const uint8_t *b = src + i * t->block_bytes;
+    __builtin_prefetch((const void *)((uintptr_t)b + 2048));  // few bytes are looked at, all lines are needed
     if (!block_is_suspect(t, b)) continue;
     scalar_kernels.decode[type_index(t)](b, weights, 1);
     for (uint32_t k = 0; k < t->block_weights; k++) {
@@ -704,17 +704,17 @@ static uint64_t find_in_blocks(const clb_type* t, const uint8_t* src, uint64_t n
   return UINT64_MAX;
 }
 
-static bool any_nonfinite(const clb_kernels* k, uint32_t type, const uint8_t* src, size_t n) {
+static bool any_nonfinite(const clb_kernels *k, uint32_t type, const uint8_t *src, size_t n) {
   if (type == CLB_F32) return k->any_masked_u32(src, 0x7F800000, n);
   return k->any_masked_u16(src, type == CLB_F16 ? 0x7C00 : 0x7F80, n);
 }
 
-static uint64_t find_in_floats(const clb_type* t, const uint8_t* src, uint64_t n) {
+static uint64_t find_in_floats(const clb_type *t, const uint8_t *src, uint64_t n) {
   enum { STEP = 4096 };  // the search within a step is slow, so steps are short; and long enough for SIMD
-  const clb_kernels* k = clb_kernels_best();
+  const clb_kernels *k = clb_kernels_best();
   for (uint64_t first = 0; first < n; first += STEP) {
     size_t n_step = n - first < STEP ? (size_t)(n - first) : STEP;
-    const uint8_t* p = src + first * t->block_bytes;
+    const uint8_t *p = src + first * t->block_bytes;
     if (!any_nonfinite(k, t->id, p, n_step)) continue;
     for (size_t i = 0; i < n_step; i++) {
       if (any_nonfinite(&scalar_kernels, t->id, p + i * t->block_bytes, 1)) return first + i;
@@ -723,8 +723,8 @@ static uint64_t find_in_floats(const clb_type* t, const uint8_t* src, uint64_t n
   return UINT64_MAX;
 }
 
-uint64_t clb_find_nonfinite(uint32_t type, const void* src, uint64_t n_weights) {
-  const clb_type* t = clb_type_by_id(type);
+uint64_t clb_find_nonfinite(uint32_t type, const void *src, uint64_t n_weights) {
+  const clb_type *t = clb_type_by_id(type);
   if (!t || t->scale_kind == CLB_SCALE_NONE) return UINT64_MAX;
   if (t->scale_kind == CLB_SCALE_SELF) return find_in_floats(t, src, n_weights);
   return find_in_blocks(t, src, n_weights / t->block_weights);
@@ -734,28 +734,28 @@ uint64_t clb_find_nonfinite(uint32_t type, const void* src, uint64_t n_weights) 
 // Matrix products
 
 typedef struct {
-  const clb_kernels* k;
-  const clb_type* type;
-  const uint8_t* w;  // row 0
+  const clb_kernels *k;
+  const clb_type *type;
+  const uint8_t *w;  // row 0
   size_t row_bytes, n_cols;
-  const float* x;  // token 0
+  const float *x;  // token 0
   size_t ldx;
-  float* y;
+  float *y;
   size_t ldy;
 } product;
 
 // Decodes columns [first, first + n) of n_rows rows from `row` on into tile [CLB_TILE_ROWS, CLB_TILE_COLUMNS].
-static void decode_tile(const product* p, size_t row, size_t n_rows, size_t first, size_t n, float* tile) {
-  const clb_type* t = p->type;
-  clb_decode_fn* decode = decoder(p->k, t);
+static void decode_tile(const product *p, size_t row, size_t n_rows, size_t first, size_t n, float *tile) {
+  const clb_type *t = p->type;
+  clb_decode_fn *decode = decoder(p->k, t);
   for (size_t r = 0; r < n_rows; r++) {
-    const uint8_t* src = p->w + (row + r) * p->row_bytes + first / t->block_weights * t->block_bytes;
+    const uint8_t *src = p->w + (row + r) * p->row_bytes + first / t->block_weights * t->block_bytes;
     decode(src, tile + r * CLB_TILE_COLUMNS, n / t->block_weights);
   }
 }
 
 // A few rows by a few tokens: each part of the rows is decoded once and used for all these tokens.
-static void multiply_tile(const product* p, size_t row, size_t n_rows, size_t token, size_t n_tokens) {
+static void multiply_tile(const product *p, size_t row, size_t n_rows, size_t token, size_t n_tokens) {
   _Alignas(64) float w[CLB_TILE_ROWS * CLB_TILE_COLUMNS];
   _Alignas(64) float acc[CLB_TILE_TOKENS * CLB_TILE_ROWS * CLB_LANES];
   memset(acc, 0, n_tokens * CLB_TILE_ROWS * CLB_LANES * sizeof *acc);
@@ -772,14 +772,14 @@ static void multiply_tile(const product* p, size_t row, size_t n_rows, size_t to
   }
 }
 
-int clb_matmul_rows(const clb_kernels* k, uint32_t type, const void* w, size_t row_bytes, size_t n_cols, size_t row0,
-                    size_t row1, const float* x, size_t ldx, size_t n_tokens, float* y, size_t ldy) {
-  const clb_type* t = clb_type_by_id(type);
+int clb_matmul_rows(const clb_kernels *k, uint32_t type, const void *w, size_t row_bytes, size_t n_cols, size_t row0,
+                    size_t row1, const float *x, size_t ldx, size_t n_tokens, float *y, size_t ldy) {
+  const clb_type *t = clb_type_by_id(type);
   if (!t || n_cols % t->block_weights != 0) return -1;
   if (row0 >= row1) return 0;
-  clb_rows_fn* rows = k->rows[type_index(t)];
+  clb_rows_fn *rows = k->rows[type_index(t)];
   if (n_tokens == 1 && rows) {
-    rows((const uint8_t*)w + row0 * row_bytes, row_bytes, n_cols / t->block_weights, x, y + row0, row1 - row0);
+    rows((const uint8_t *)w + row0 * row_bytes, row_bytes, n_cols / t->block_weights, x, y + row0, row1 - row0);
     return 0;
   }
   const product p = {k, t, w, row_bytes, n_cols, x, ldx, y, ldy};
@@ -796,30 +796,30 @@ int clb_matmul_rows(const clb_kernels* k, uint32_t type, const void* w, size_t r
 // ---------------------------------------------------------------------------------------------------------------------
 // Vectors
 
-float clb_dot_f32(const clb_kernels* k, const float* a, const float* b, size_t n) {
+float clb_dot_f32(const clb_kernels *k, const float *a, const float *b, size_t n) {
   return k->dot(a, b, n);
 }
 
-float clb_sum_f32(const clb_kernels* k, const float* a, size_t n) {
+float clb_sum_f32(const clb_kernels *k, const float *a, size_t n) {
   return k->sum(a, n);
 }
 
-void clb_axpy_f32(const clb_kernels* k, float* dst, const float* src, float scale, size_t n) {
+void clb_axpy_f32(const clb_kernels *k, float *dst, const float *src, float scale, size_t n) {
   k->axpy(dst, src, scale, n);
 }
 
-void clb_exp_f32(const clb_kernels* k, float* dst, const float* src, float shift, size_t n) {
+void clb_exp_f32(const clb_kernels *k, float *dst, const float *src, float shift, size_t n) {
   k->exp(dst, src, shift, n);
 }
 
-void clb_silu_mul(const clb_kernels* k, float* dst, const float* gate, const float* up, size_t n) {
+void clb_silu_mul(const clb_kernels *k, float *dst, const float *gate, const float *up, size_t n) {
   k->silu_mul(dst, gate, up, n);
 }
 
-void clb_f32_to_f16(const clb_kernels* k, uint16_t* dst, const float* src, size_t n) {
+void clb_f32_to_f16(const clb_kernels *k, uint16_t *dst, const float *src, size_t n) {
   k->to_f16(dst, src, n);
 }
 
-void clb_f32_to_bf16(const clb_kernels* k, uint16_t* dst, const float* src, size_t n) {
+void clb_f32_to_bf16(const clb_kernels *k, uint16_t *dst, const float *src, size_t n) {
   k->to_bf16(dst, src, n);
 }

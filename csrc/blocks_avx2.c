@@ -13,8 +13,8 @@
 #include <math.h>
 #include <string.h>
 
-#define AVX2 __attribute__((target("avx2,fma,f16c,popcnt")))
-#define INLINE static inline __attribute__((always_inline, target("avx2,fma,f16c,popcnt")))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define INLINE static inline __attribute__((always_inline, target("avx2,fma,f16c")))
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -25,15 +25,15 @@
 // Where decoded weights go
 
 typedef struct {
-  float* dst;      // decode
-  const float* x;  // dot product
+  float *dst;      // decode
+  const float *x;  // dot product
   __m256 acc0, acc1, acc2, acc3;
 } sink;
 
 enum { DECODE, DOT };
 
 // 32 weights.
-INLINE void emit(sink* s, int mode, __m256 w0, __m256 w1, __m256 w2, __m256 w3) {
+INLINE void emit(sink *s, int mode, __m256 w0, __m256 w1, __m256 w2, __m256 w3) {
   if (mode == DECODE) {
     _mm256_storeu_ps(s->dst, w0);
     _mm256_storeu_ps(s->dst + 8, w1);
@@ -49,7 +49,7 @@ INLINE void emit(sink* s, int mode, __m256 w0, __m256 w1, __m256 w2, __m256 w3) 
   }
 }
 
-INLINE sink dot_sink(const float* x) {
+INLINE sink dot_sink(const float *x) {
   __m256 zero = _mm256_setzero_ps();
   return (sink){NULL, x, zero, zero, zero, zero};
 }
@@ -62,20 +62,20 @@ INLINE float reduce(__m256 acc0, __m256 acc1, __m256 acc2, __m256 acc3) {
   return _mm_cvtss_f32(_mm_add_ss(by2, _mm_movehdup_ps(by2)));
 }
 
-INLINE float reduce_sink(const sink* s) {
+INLINE float reduce_sink(const sink *s) {
   return reduce(s->acc0, s->acc1, s->acc2, s->acc3);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Pieces of decoders
 
-INLINE uint16_t load_u16(const uint8_t* p) {
+INLINE uint16_t load_u16(const uint8_t *p) {
   uint16_t v;
   memcpy(&v, p, sizeof v);
   return v;
 }
 
-INLINE uint32_t load_u32(const uint8_t* p) {
+INLINE uint32_t load_u32(const uint8_t *p) {
   uint32_t v;
   memcpy(&v, p, sizeof v);
   return v;
@@ -84,17 +84,17 @@ INLINE uint32_t load_u32(const uint8_t* p) {
 INLINE __m256 f16_splat(uint16_t h) {
   return _mm256_cvtph_ps(_mm_set1_epi16((short)h));
 }
-INLINE __m256 load_f16_splat(const uint8_t* p) {
+INLINE __m256 load_f16_splat(const uint8_t *p) {
   return f16_splat(load_u16(p));
 }
-INLINE __m256i load32(const uint8_t* p) {
-  return _mm256_loadu_si256((const __m256i*)p);
+INLINE __m256i load32(const uint8_t *p) {
+  return _mm256_loadu_si256((const __m256i *)p);
 }
-INLINE __m128i load16(const uint8_t* p) {
-  return _mm_loadu_si128((const __m128i*)p);
+INLINE __m128i load16(const uint8_t *p) {
+  return _mm_loadu_si128((const __m128i *)p);
 }
-INLINE __m128i load8(const uint8_t* p) {
-  return _mm_loadl_epi64((const __m128i*)p);
+INLINE __m128i load8(const uint8_t *p) {
+  return _mm_loadl_epi64((const __m128i *)p);
 }
 INLINE __m256 u8_to_f32(__m128i v) {
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(v));
@@ -104,14 +104,14 @@ INLINE __m256 i8_to_f32(__m128i v) {
 }
 
 // scale * code for 32 signed codes, one scale per half.
-INLINE void emit_i8(sink* s, int mode, __m256i codes, __m256 scale0, __m256 scale1) {
+INLINE void emit_i8(sink *s, int mode, __m256i codes, __m256 scale0, __m256 scale1) {
   __m128i low = _mm256_castsi256_si128(codes), high = _mm256_extracti128_si256(codes, 1);
   emit(s, mode, _mm256_mul_ps(scale0, i8_to_f32(low)), _mm256_mul_ps(scale0, i8_to_f32(_mm_srli_si128(low, 8))),
        _mm256_mul_ps(scale1, i8_to_f32(high)), _mm256_mul_ps(scale1, i8_to_f32(_mm_srli_si128(high, 8))));
 }
 
 // scale * code - min. The product is exact (see blocks.c), so that fusing it with the subtraction changes nothing.
-INLINE void emit_minus(sink* s, int mode, __m256i codes, __m256 scale0, __m256 min0, __m256 scale1, __m256 min1) {
+INLINE void emit_minus(sink *s, int mode, __m256i codes, __m256 scale0, __m256 min0, __m256 scale1, __m256 min1) {
   __m128i low = _mm256_castsi256_si128(codes), high = _mm256_extracti128_si256(codes, 1);
   emit(s, mode, _mm256_fmsub_ps(scale0, i8_to_f32(low), min0),
        _mm256_fmsub_ps(scale0, i8_to_f32(_mm_srli_si128(low, 8)), min0), _mm256_fmsub_ps(scale1, i8_to_f32(high), min1),
@@ -119,7 +119,7 @@ INLINE void emit_minus(sink* s, int mode, __m256i codes, __m256 scale0, __m256 m
 }
 
 // The low nibbles of 16 bytes, then the high ones.
-INLINE __m256i nibbles(const uint8_t* p) {
+INLINE __m256i nibbles(const uint8_t *p) {
   __m128i v = load16(p);
   return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(v, 4), v), _mm256_set1_epi8(15));
 }
@@ -135,39 +135,39 @@ INLINE __m256i fifth_bits(uint32_t bits) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Decoders of one quant block
 
-INLINE void q4_0_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q4_0_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   emit_i8(s, mode, _mm256_sub_epi8(nibbles(b + 2), _mm256_set1_epi8(8)), d, d);
 }
 
-INLINE void q4_1_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q4_1_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b), m = _mm256_xor_ps(load_f16_splat(b + 2), _mm256_set1_ps(-0.0f));
   emit_minus(s, mode, nibbles(b + 4), d, m, d, m);
 }
 
-INLINE void q5_0_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q5_0_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   __m256i codes = _mm256_or_si256(nibbles(b + 6), fifth_bits(load_u32(b + 2)));
   emit_i8(s, mode, _mm256_sub_epi8(codes, _mm256_set1_epi8(16)), d, d);
 }
 
-INLINE void q5_1_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q5_1_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b), m = _mm256_xor_ps(load_f16_splat(b + 2), _mm256_set1_ps(-0.0f));
   emit_minus(s, mode, _mm256_or_si256(nibbles(b + 8), fifth_bits(load_u32(b + 4))), d, m, d, m);
 }
 
-INLINE void q8_0_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q8_0_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   emit(s, mode, _mm256_mul_ps(d, i8_to_f32(load8(b + 2))), _mm256_mul_ps(d, i8_to_f32(load8(b + 10))),
        _mm256_mul_ps(d, i8_to_f32(load8(b + 18))), _mm256_mul_ps(d, i8_to_f32(load8(b + 26))));
 }
 
 // 2-bit codes: shift is 0, 2, 4 or 6.
-INLINE __m256i crumbs(const uint8_t* p, int shift) {
+INLINE __m256i crumbs(const uint8_t *p, int shift) {
   return _mm256_and_si256(_mm256_srli_epi16(load32(p), shift), _mm256_set1_epi8(3));
 }
 
-INLINE void q2_k_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q2_k_block(sink *s, int mode, const uint8_t *b) {
   float scales[16], mins[16];
   __m256 d = load_f16_splat(b + 80), dmin = load_f16_splat(b + 82);
   __m128i packed = load16(b), low4 = _mm_set1_epi8(15);
@@ -183,9 +183,9 @@ INLINE void q2_k_block(sink* s, int mode, const uint8_t* b) {
   }
 }
 
-INLINE void q3_k_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q3_k_block(sink *s, int mode, const uint8_t *b) {
   float scales[16];
-  const uint8_t* packed = b + 96;
+  const uint8_t *packed = b + 96;
   uint64_t low = load_u32(packed) | (uint64_t)load_u32(packed + 4) << 32;
   uint64_t high = load_u32(packed + 8), mask2 = 0x0303030303030303, mask4 = 0x0F0F0F0F0F0F0F0F;
   uint64_t high01 = (high | high << 30) & mask2, high23 = (high >> 4 | (high >> 6) << 32) & mask2;
@@ -206,7 +206,7 @@ INLINE void q3_k_block(sink* s, int mode, const uint8_t* b) {
 }
 
 // The 8 scales and mins of q4_k and q5_k.
-INLINE void k_scales(const uint8_t* b, float scales[8], float mins[8]) {
+INLINE void k_scales(const uint8_t *b, float scales[8], float mins[8]) {
   uint32_t first = load_u32(b + 4), second = load_u32(b + 8), third = load_u32(b + 12);
   uint64_t scale = first & 0x3F3F3F3F, min = second & 0x3F3F3F3F;
   scale |= (uint64_t)((third & 0x0F0F0F0F) | (first >> 2 & 0x30303030)) << 32;
@@ -220,11 +220,11 @@ INLINE __m256 nibble_minus(__m256i bytes, int high, __m256 scale, __m256 min) {
   return _mm256_fmsub_ps(scale, _mm256_cvtepi32_ps(code), min);
 }
 
-INLINE void q4_k_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q4_k_block(sink *s, int mode, const uint8_t *b) {
   float scales[8], mins[8];
   k_scales(b, scales, mins);
   for (int g = 0; g < 8; g += 2) {
-    const uint8_t* codes = b + 16 + g * 16;
+    const uint8_t *codes = b + 16 + g * 16;
     __m256i v0 = _mm256_cvtepu8_epi32(load8(codes)), v1 = _mm256_cvtepu8_epi32(load8(codes + 8));
     __m256i v2 = _mm256_cvtepu8_epi32(load8(codes + 16)), v3 = _mm256_cvtepu8_epi32(load8(codes + 24));
     __m256 d = _mm256_set1_ps(scales[g]), m = _mm256_set1_ps(mins[g]);
@@ -237,7 +237,7 @@ INLINE void q4_k_block(sink* s, int mode, const uint8_t* b) {
   }
 }
 
-INLINE void q5_k_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q5_k_block(sink *s, int mode, const uint8_t *b) {
   float scales[8], mins[8];
   k_scales(b, scales, mins);
   __m256i high = load32(b + 16);
@@ -249,7 +249,7 @@ INLINE void q5_k_block(sink* s, int mode, const uint8_t* b) {
   }
 }
 
-INLINE void q6_k_block(sink* s, int mode, const uint8_t* b) {
+INLINE void q6_k_block(sink *s, int mode, const uint8_t *b) {
   float scales[16];
   __m256 d = load_f16_splat(b + 208);
   __m128i packed = load16(b + 192);
@@ -266,15 +266,15 @@ INLINE void q6_k_block(sink* s, int mode, const uint8_t* b) {
 
 // 32 codes of 4 bits, looked up in 16 values.
 INLINE __m256i lookup(const int8_t values[16], __m256i codes) {
-  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16((const uint8_t*)values)), codes);
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16((const uint8_t *)values)), codes);
 }
 
-INLINE void iq4_nl_block(sink* s, int mode, const uint8_t* b) {
+INLINE void iq4_nl_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   emit_i8(s, mode, lookup(clb_values_iq4, nibbles(b + 2)), d, d);
 }
 
-INLINE void iq4_xs_block(sink* s, int mode, const uint8_t* b) {
+INLINE void iq4_xs_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   uint32_t scales_high = load_u16(b + 2), scales_low = load_u32(b + 4);
   for (int g = 0; g < 8; g++) {
@@ -294,7 +294,7 @@ INLINE __m128i ternary_digits(__m128i bytes, int power) {
   return _mm_sub_epi8(_mm_or_si128(even, odd), _mm_set1_epi8(1));
 }
 
-INLINE void tq1_0_block(sink* s, int mode, const uint8_t* b) {
+INLINE void tq1_0_block(sink *s, int mode, const uint8_t *b) {
   static const uint8_t power[5] = {1, 3, 9, 27, 81};
   __m256 d = load_f16_splat(b + 52);
   __m128i v0 = load16(b), v1 = load16(b + 16), v2 = load16(b + 32), last = _mm_cvtsi32_si128((int)load_u32(b + 48));
@@ -309,14 +309,14 @@ INLINE void tq1_0_block(sink* s, int mode, const uint8_t* b) {
   emit_i8(s, mode, _mm256_set_m128i(_mm_unpacklo_epi64(digits01, digits23), ternary_digits(v2, 81)), d, d);
 }
 
-INLINE void tq2_0_block(sink* s, int mode, const uint8_t* b) {
+INLINE void tq2_0_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b + 64);
   for (int g = 0; g < 8; g++) {
     emit_i8(s, mode, _mm256_sub_epi8(crumbs(b + g / 4 * 32, g % 4 * 2), _mm256_set1_epi8(1)), d, d);
   }
 }
 
-INLINE void mxfp4_block(sink* s, int mode, const uint8_t* b) {
+INLINE void mxfp4_block(sink *s, int mode, const uint8_t *b) {
   uint32_t e = b[0];
   __m256 d = _mm256_castsi256_ps(_mm256_set1_epi32((int)(e < 2 ? 0x00200000u << e : (e - 1) << 23)));
   emit_i8(s, mode, lookup(clb_values_e2m1, nibbles(b + 1)), d, d);
@@ -324,14 +324,14 @@ INLINE void mxfp4_block(sink* s, int mode, const uint8_t* b) {
 
 // Half of each of four unsigned e4m3 scales: 7 bits, placed as the top of a binary16 without its sign, whose exponent
 // is larger by 8.
-INLINE __m128 ue4m3_half(const uint8_t* p) {
+INLINE __m128 ue4m3_half(const uint8_t *p) {
   __m128i v = _mm_cvtepu8_epi16(_mm_cvtsi32_si128((int)load_u32(p)));
   __m128i magnitude = _mm_slli_epi16(_mm_and_si128(v, _mm_set1_epi16(127)), 7);
   magnitude = _mm_andnot_si128(_mm_cmpeq_epi16(v, _mm_set1_epi16(127)), magnitude);
   return _mm_mul_ps(_mm_cvtph_ps(magnitude), _mm_set1_ps(0x1p+7f));
 }
 
-INLINE void nvfp4_block(sink* s, int mode, const uint8_t* b) {
+INLINE void nvfp4_block(sink *s, int mode, const uint8_t *b) {
   float scales[4];
   _mm_storeu_ps(scales, ue4m3_half(b));
   for (int g = 0; g < 4; g += 2) {
@@ -363,18 +363,18 @@ INLINE __m256 with_signs(__m256 v, __m256i signs, int group) {
 
 // An entry in the low half of every lane, its neighbour in the other: one load, where a 16-bit one would need a
 // shuffle.
-INLINE __m256i entry_splat(const uint16_t* entry) {
-  return _mm256_set1_epi32((int)load_u32((const uint8_t*)entry));
+INLINE __m256i entry_splat(const uint16_t *entry) {
+  return _mm256_set1_epi32((int)load_u32((const uint8_t *)entry));
 }
 
 // The 8 weights of an entry with 2-bit fields: the permutation looks at the lowest two bits of a lane only.
-INLINE __m256 grid2(const uint16_t* entry, __m256 values) {
+INLINE __m256 grid2(const uint16_t *entry, __m256 values) {
   const __m256i shift = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
   return _mm256_permutevar_ps(values, _mm256_srlv_epi32(entry_splat(entry), shift));
 }
 
 // The 8 weights of two entries with 4-bit fields, of which three count.
-INLINE __m256 grid4(const uint16_t* first, const uint16_t* second, __m256 values) {
+INLINE __m256 grid4(const uint16_t *first, const uint16_t *second, __m256 values) {
   const __m256i shift = _mm256_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12);
   __m256i entries = _mm256_blend_epi32(entry_splat(first), entry_splat(second), 0xF0);
   return _mm256_permutevar8x32_ps(values, _mm256_srlv_epi32(entries, shift));
@@ -402,14 +402,14 @@ INLINE __m256 coded_scale(__m256 d, const float factors[16], uint32_t code) {
   return _mm256_mul_ps(d, _mm256_set1_ps(factors[code & 15]));
 }
 
-INLINE __m256 iq2_8(__m256 scale, const uint16_t* entry, __m256i signs, int group) {
+INLINE __m256 iq2_8(__m256 scale, const uint16_t *entry, __m256i signs, int group) {
   return with_signs(_mm256_mul_ps(scale, grid2(entry, iq2_values())), signs, group);
 }
 
-INLINE void iq2_xxs_block(sink* s, int mode, const uint8_t* b) {
+INLINE void iq2_xxs_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* e = b + 2 + g * 8;
+    const uint8_t *e = b + 2 + g * 8;
     uint32_t rest = load_u32(e + 4);
     __m256i signs = _mm256_set1_epi32((int)even_signs(rest));
     __m256 scale = coded_scale(d, quarter_steps, rest >> 28);
@@ -418,10 +418,10 @@ INLINE void iq2_xxs_block(sink* s, int mode, const uint8_t* b) {
   }
 }
 
-INLINE void iq2_xs_block(sink* s, int mode, const uint8_t* b) {
+INLINE void iq2_xs_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* p = b + 2 + g * 8;
+    const uint8_t *p = b + 2 + g * 8;
     uint32_t e0 = load_u16(p), e1 = load_u16(p + 2), e2 = load_u16(p + 4), e3 = load_u16(p + 6), scales = b[66 + g];
     __m256i signs = _mm256_set1_epi32((int)even_signs(e0 >> 9 | e1 >> 9 << 7 | e2 >> 9 << 14 | e3 >> 9 << 21));
     __m256 scale0 = coded_scale(d, quarter_steps, scales), scale1 = coded_scale(d, quarter_steps, scales >> 4);
@@ -431,10 +431,10 @@ INLINE void iq2_xs_block(sink* s, int mode, const uint8_t* b) {
   }
 }
 
-INLINE void iq2_s_block(sink* s, int mode, const uint8_t* b) {
+INLINE void iq2_s_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* e = b + 2 + g * 4;
+    const uint8_t *e = b + 2 + g * 4;
     uint32_t high = b[66 + g], scales = b[74 + g];
     __m256i signs = _mm256_set1_epi32((int)load_u32(b + 34 + g * 4));
     __m256 scale0 = coded_scale(d, quarter_steps, scales), scale1 = coded_scale(d, quarter_steps, scales >> 4);
@@ -445,15 +445,15 @@ INLINE void iq2_s_block(sink* s, int mode, const uint8_t* b) {
   }
 }
 
-INLINE __m256 iq3_xxs_8(__m256 scale, const uint8_t* e, __m256i signs, int group) {
+INLINE __m256 iq3_xxs_8(__m256 scale, const uint8_t *e, __m256i signs, int group) {
   __m256 grid = grid4(clb_grid_iq3_xxs + e[2 * group], clb_grid_iq3_xxs + e[2 * group + 1], iq3_xxs_values());
   return with_signs(_mm256_mul_ps(scale, grid), signs, group);
 }
 
-INLINE void iq3_xxs_block(sink* s, int mode, const uint8_t* b) {
+INLINE void iq3_xxs_block(sink *s, int mode, const uint8_t *b) {
   __m256 twice_d = _mm256_mul_ps(load_f16_splat(b), _mm256_set1_ps(2));
   for (int g = 0; g < 8; g++) {
-    const uint8_t* e = b + 2 + g * 8;
+    const uint8_t *e = b + 2 + g * 8;
     uint32_t rest = load_u32(b + 66 + g * 4);
     __m256i signs = _mm256_set1_epi32((int)even_signs(rest));
     __m256 scale = coded_scale(twice_d, quarter_steps, rest >> 28);
@@ -462,17 +462,17 @@ INLINE void iq3_xxs_block(sink* s, int mode, const uint8_t* b) {
   }
 }
 
-INLINE __m256 iq3_s_8(__m256 scale, const uint8_t* e, uint32_t high, __m256i signs, int group) {
+INLINE __m256 iq3_s_8(__m256 scale, const uint8_t *e, uint32_t high, __m256i signs, int group) {
   uint32_t first = e[2 * group] | (high << (8 - 2 * group) & 256);
   uint32_t second = e[2 * group + 1] | (high << (7 - 2 * group) & 256);
   __m256 grid = grid4(clb_grid_iq3_s + first, clb_grid_iq3_s + second, iq3_s_values());
   return with_signs(_mm256_mul_ps(scale, grid), signs, group);
 }
 
-INLINE void iq3_s_block(sink* s, int mode, const uint8_t* b) {
+INLINE void iq3_s_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* e = b + 2 + g * 8;
+    const uint8_t *e = b + 2 + g * 8;
     uint32_t high = b[66 + g];
     __m256i signs = _mm256_set1_epi32((int)load_u32(b + 74 + g * 4));
     __m256 scale = coded_scale(d, odd_numbers, (uint32_t)b[106 + g / 2] >> (g % 2 * 4));
@@ -487,10 +487,10 @@ INLINE __m256 iq1_8(__m256 scale, uint32_t index, uint32_t sign) {
   return _mm256_mul_ps(scale, _mm256_add_ps(grid2(clb_grid_iq1 + index, iq1_values()), _mm256_castsi256_ps(delta)));
 }
 
-INLINE void iq1_s_block(sink* s, int mode, const uint8_t* b) {
+INLINE void iq1_s_block(sink *s, int mode, const uint8_t *b) {
   __m256 d = load_f16_splat(b);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* e = b + 2 + g * 4;
+    const uint8_t *e = b + 2 + g * 4;
     uint32_t high = load_u16(b + 34 + g * 2), sign = high << 16;
     __m256 scale = coded_scale(d, odd_numbers, high >> 12 & 7);
     emit(s, mode, iq1_8(scale, e[0] | (high << 8 & 0x700), sign), iq1_8(scale, e[1] | (high << 5 & 0x700), sign),
@@ -498,13 +498,13 @@ INLINE void iq1_s_block(sink* s, int mode, const uint8_t* b) {
   }
 }
 
-INLINE void iq1_m_block(sink* s, int mode, const uint8_t* b) {
-  const uint8_t* scales = b + 48;
+INLINE void iq1_m_block(sink *s, int mode, const uint8_t *b) {
+  const uint8_t *scales = b + 48;
   uint32_t first = load_u32(scales), second = load_u32(scales + 4);
   uint32_t d_bits = (first >> 12 & 0x000F) | (first >> 24 & 0x00F0) | (second >> 4 & 0x0F00) | (second >> 16 & 0xF000);
   __m256 d = f16_splat((uint16_t)d_bits);
   for (int g = 0; g < 8; g++) {
-    const uint8_t* e = b + g * 4;
+    const uint8_t *e = b + g * 4;
     uint32_t high = load_u16(b + 32 + g * 2), codes = (uint32_t)load_u16(scales + g / 2 * 2) >> (g % 2 * 6);
     __m256 scale0 = coded_scale(d, odd_numbers, codes & 7), scale1 = coded_scale(d, odd_numbers, codes >> 3 & 7);
     emit(s, mode, iq1_8(scale0, e[0] | (high << 8 & 0x700), high << 28),
@@ -518,20 +518,20 @@ INLINE void iq1_m_block(sink* s, int mode, const uint8_t* b) {
 
 // Decoding is long enough that out-of-order execution sees only a few cache lines ahead: without this, weights that
 // come from memory arrive at a third of the speed. Addresses beyond the end do no harm, a prefetch never faults.
-INLINE void prefetch(const uint8_t* p, size_t n_bytes) {
+INLINE void prefetch(const uint8_t *p, size_t n_bytes) {
   enum { AHEAD = 2048, LINE = 64 };
-  for (size_t i = 0; i < n_bytes; i += LINE) _mm_prefetch((const char*)((uintptr_t)p + AHEAD + i), _MM_HINT_T0);
+  for (size_t i = 0; i < n_bytes; i += LINE) _mm_prefetch((const char *)((uintptr_t)p + AHEAD + i), _MM_HINT_T0);
 }
 
 #define BLOCK_KERNELS(name, bytes)                                                                            \
-  AVX2 static void decode_##name(const uint8_t* src, float* dst, size_t n_blocks) {                           \
+  AVX2 static void decode_##name(const uint8_t *src, float *dst, size_t n_blocks) {                           \
     sink s = {.dst = dst};                                                                                    \
     for (size_t i = 0; i < n_blocks; i++) {                                                                   \
       prefetch(src + i * (bytes), bytes);                                                                     \
       name##_block(&s, DECODE, src + i * (bytes));                                                            \
     }                                                                                                         \
   }                                                                                                           \
-  AVX2 static void rows_##name(const uint8_t* w, size_t row_bytes, size_t n_blocks, const float* x, float* y, \
+  AVX2 static void rows_##name(const uint8_t *w, size_t row_bytes, size_t n_blocks, const float *x, float *y, \
                                size_t n_rows) {                                                               \
     for (size_t r = 0; r < n_rows; r++, w += row_bytes) {                                                     \
       sink s = dot_sink(x);                                                                                   \
@@ -570,27 +570,27 @@ BLOCK_KERNELS(nvfp4, 36)
 // ---------------------------------------------------------------------------------------------------------------------
 // Kernels of the float types: 8 weights at a time, then one by one
 
-INLINE __m256 f32_8(const uint8_t* p) {
+INLINE __m256 f32_8(const uint8_t *p) {
   return _mm256_castsi256_ps(load32(p));
 }
-INLINE __m256 f16_8(const uint8_t* p) {
+INLINE __m256 f16_8(const uint8_t *p) {
   return _mm256_cvtph_ps(load16(p));
 }
-INLINE __m256 bf16_8(const uint8_t* p) {
+INLINE __m256 bf16_8(const uint8_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load16(p)), 16));
 }
 
-INLINE float f32_1(const uint8_t* p) {
+INLINE float f32_1(const uint8_t *p) {
   return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)load_u32(p))));
 }
-INLINE float f16_1(const uint8_t* p) {
+INLINE float f16_1(const uint8_t *p) {
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(load_u16(p))));
 }
-INLINE float bf16_1(const uint8_t* p) {
+INLINE float bf16_1(const uint8_t *p) {
   return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)((uint32_t)load_u16(p) << 16))));
 }
 
-INLINE void store_sink(const sink* s, float p[CLB_LANES]) {
+INLINE void store_sink(const sink *s, float p[CLB_LANES]) {
   _mm256_storeu_ps(p, s->acc0);
   _mm256_storeu_ps(p + 8, s->acc1);
   _mm256_storeu_ps(p + 16, s->acc2);
@@ -605,13 +605,13 @@ INLINE void store_sink(const sink* s, float p[CLB_LANES]) {
   } while (0)
 
 #define FLOAT_KERNELS(name, bytes)                                                                     \
-  AVX2 static void decode_##name(const uint8_t* src, float* dst, size_t n) {                           \
+  AVX2 static void decode_##name(const uint8_t *src, float *dst, size_t n) {                           \
     sink s = {.dst = dst};                                                                             \
     size_t j = 0;                                                                                      \
     for (; j + 32 <= n; j += 32) FLOAT_32(name, &s, DECODE, src + j * (bytes), bytes);                 \
     for (; j < n; j++) dst[j] = name##_1(src + j * (bytes));                                           \
   }                                                                                                    \
-  AVX2 static void rows_##name(const uint8_t* w, size_t row_bytes, size_t n, const float* x, float* y, \
+  AVX2 static void rows_##name(const uint8_t *w, size_t row_bytes, size_t n, const float *x, float *y, \
                                size_t n_rows) {                                                        \
     for (size_t r = 0; r < n_rows; r++, w += row_bytes) {                                              \
       sink s = dot_sink(x);                                                                            \
@@ -632,13 +632,13 @@ FLOAT_KERNELS(f32, 4)
 FLOAT_KERNELS(f16, 2)
 FLOAT_KERNELS(bf16, 2)
 
-AVX2 static float dot(const float* a, const float* b, size_t n) {
+AVX2 static float dot(const float *a, const float *b, size_t n) {
   float y;
-  rows_f32((const uint8_t*)a, 0, n, b, &y, 1);
+  rows_f32((const uint8_t *)a, 0, n, b, &y, 1);
   return y;
 }
 
-AVX2 static float sum(const float* a, size_t n) {
+AVX2 static float sum(const float *a, size_t n) {
   sink s = dot_sink(NULL);
   size_t j = 0;
   for (; j + 32 <= n; j += 32) {
@@ -657,7 +657,7 @@ AVX2 static float sum(const float* a, size_t n) {
 // Several tokens: a tile of 4 rows x up to 3 tokens keeps 12 accumulators in registers and needs 7 loads for 12
 // multiply-adds. It walks the columns once per accumulator of 8 lanes, which is why the tile has to fit into L1.
 
-INLINE void tile_lanes(int n_tokens, float* acc, const float* w, const float* x, size_t ldx, size_t n) {
+INLINE void tile_lanes(int n_tokens, float *acc, const float *w, const float *x, size_t ldx, size_t n) {
   __m256 a[CLB_TILE_ROWS][3];
   UNROLL for (int r = 0; r < CLB_TILE_ROWS; r++) {
     UNROLL for (int t = 0; t < n_tokens; t++) a[r][t] = _mm256_load_ps(acc + (t * CLB_TILE_ROWS + r) * CLB_LANES);
@@ -675,14 +675,14 @@ INLINE void tile_lanes(int n_tokens, float* acc, const float* w, const float* x,
   }
 }
 
-INLINE void tile_tokens(int n_tokens, float* acc, const float* w, const float* x, size_t ldx, size_t n) {
+INLINE void tile_tokens(int n_tokens, float *acc, const float *w, const float *x, size_t ldx, size_t n) {
   size_t n_whole = n / CLB_LANES * CLB_LANES;
   for (int lane = 0; lane < CLB_LANES; lane += 8) {
     tile_lanes(n_tokens, acc + lane, w + lane, x + lane, ldx, n_whole);
   }
   for (int t = 0; t < n_tokens; t++) {
     for (int r = 0; r < CLB_TILE_ROWS; r++) {
-      float* p = acc + (t * CLB_TILE_ROWS + r) * CLB_LANES;
+      float *p = acc + (t * CLB_TILE_ROWS + r) * CLB_LANES;
       for (size_t j = n_whole; j < n; j++) {
         p[j - n_whole] = fmaf(w[(size_t)r * CLB_TILE_COLUMNS + j], x[(size_t)t * ldx + j], p[j - n_whole]);
       }
@@ -690,7 +690,7 @@ INLINE void tile_tokens(int n_tokens, float* acc, const float* w, const float* x
   }
 }
 
-AVX2 static void tile(float* acc, const float* w, size_t n_rows, const float* x, size_t ldx, size_t n_tokens,
+AVX2 static void tile(float *acc, const float *w, size_t n_rows, const float *x, size_t ldx, size_t n_tokens,
                       size_t n) {
   (void)n_rows;
   size_t t = 0;
@@ -708,7 +708,7 @@ AVX2 static float reduce_tile(const float p[CLB_LANES]) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Elementwise. The last few elements go through a padded copy, so that they meet the same instructions.
 
-AVX2 static void axpy(float* dst, const float* src, float scale, size_t n) {
+AVX2 static void axpy(float *dst, const float *src, float scale, size_t n) {
   __m256 v = _mm256_set1_ps(scale);
   size_t i = 0;
   for (; i + 8 <= n; i += 8) {
@@ -737,7 +737,7 @@ INLINE __m256 exp_8(__m256 x) {
   return _mm256_mul_ps(_mm256_mul_ps(p, _mm256_castsi256_ps(scale0)), _mm256_castsi256_ps(scale1));
 }
 
-AVX2 static void vector_exp(float* dst, const float* src, float shift, size_t n) {
+AVX2 static void vector_exp(float *dst, const float *src, float shift, size_t n) {
   __m256 v = _mm256_set1_ps(shift);
   size_t i = 0;
   for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, exp_8(_mm256_sub_ps(_mm256_loadu_ps(src + i), v)));
@@ -753,7 +753,7 @@ INLINE __m256 silu_mul_8(__m256 gate, __m256 up) {
   return _mm256_mul_ps(_mm256_div_ps(gate, _mm256_add_ps(_mm256_set1_ps(1.0f), e)), up);
 }
 
-AVX2 static void silu_mul(float* dst, const float* gate, const float* up, size_t n) {
+AVX2 static void silu_mul(float *dst, const float *gate, const float *up, size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, silu_mul_8(_mm256_loadu_ps(gate + i), _mm256_loadu_ps(up + i)));
   if (i == n) return;
@@ -778,22 +778,22 @@ INLINE __m128i to_bf16_8(__m256 v) {
   return _mm_packus_epi32(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1));
 }
 
-#define NARROW_KERNEL(name)                                                                                      \
-  AVX2 static void name(uint16_t* dst, const float* src, size_t n) {                                             \
-    size_t i = 0;                                                                                                \
-    for (; i + 8 <= n; i += 8) _mm_storeu_si128((__m128i*)(void*)(dst + i), name##_8(_mm256_loadu_ps(src + i))); \
-    if (i == n) return;                                                                                          \
-    float last[8] = {0};                                                                                         \
-    uint16_t result[8];                                                                                          \
-    memcpy(last, src + i, (n - i) * sizeof *src);                                                                \
-    _mm_storeu_si128((__m128i*)(void*)result, name##_8(_mm256_loadu_ps(last)));                                  \
-    memcpy(dst + i, result, (n - i) * sizeof *dst);                                                              \
+#define NARROW_KERNEL(name)                                                                                        \
+  AVX2 static void name(uint16_t *dst, const float *src, size_t n) {                                               \
+    size_t i = 0;                                                                                                  \
+    for (; i + 8 <= n; i += 8) _mm_storeu_si128((__m128i *)(void *)(dst + i), name##_8(_mm256_loadu_ps(src + i))); \
+    if (i == n) return;                                                                                            \
+    float last[8] = {0};                                                                                           \
+    uint16_t result[8];                                                                                            \
+    memcpy(last, src + i, (n - i) * sizeof *src);                                                                  \
+    _mm_storeu_si128((__m128i *)(void *)result, name##_8(_mm256_loadu_ps(last)));                                  \
+    memcpy(dst + i, result, (n - i) * sizeof *dst);                                                                \
   }
 
 NARROW_KERNEL(to_f16)
 NARROW_KERNEL(to_bf16)
 
-AVX2 static bool any_masked_u32(const uint8_t* src, uint32_t mask, size_t n) {
+AVX2 static bool any_masked_u32(const uint8_t *src, uint32_t mask, size_t n) {
   __m256i m = _mm256_set1_epi32((int)mask), any = _mm256_setzero_si256();
   size_t i = 0;
   for (; i + 8 <= n; i += 8) {
@@ -804,7 +804,7 @@ AVX2 static bool any_masked_u32(const uint8_t* src, uint32_t mask, size_t n) {
   return found;
 }
 
-AVX2 static bool any_masked_u16(const uint8_t* src, uint16_t mask, size_t n) {
+AVX2 static bool any_masked_u16(const uint8_t *src, uint16_t mask, size_t n) {
   __m256i m = _mm256_set1_epi16((short)mask), any = _mm256_setzero_si256();
   size_t i = 0;
   for (; i + 16 <= n; i += 16) {
@@ -843,9 +843,9 @@ static const clb_kernels avx2_kernels = {
     .any_masked_u16 = any_masked_u16,
 };
 
-// The CPU has AVX2, FMA, F16C and POPCNT, and the system saves the wide registers (XCR0 bits 1 and 2).
+// The CPU has AVX2, FMA and F16C, and the system saves the wide registers (XCR0 bits 1 and 2).
 static bool cpu_can_run(void) {
-  enum { NEEDED_1_ECX = bit_FMA | bit_F16C | bit_OSXSAVE | bit_AVX | bit_POPCNT };
+  enum { NEEDED_1_ECX = bit_FMA | bit_F16C | bit_OSXSAVE | bit_AVX };
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || (c & NEEDED_1_ECX) != NEEDED_1_ECX) return false;
   unsigned low, high;
@@ -854,7 +854,7 @@ static bool cpu_can_run(void) {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
 }
 
-const clb_kernels* clb_kernels_avx2(void) {
+const clb_kernels *clb_kernels_avx2(void) {
   return cpu_can_run() ? &avx2_kernels : NULL;
 }
 

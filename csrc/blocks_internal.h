@@ -19,53 +19,53 @@ enum {
 };
 
 // Decodes n_blocks consecutive quant blocks.
-typedef void clb_decode_fn(const uint8_t* src, float* dst, size_t n_blocks);
+typedef void clb_decode_fn(const uint8_t *src, float *dst, size_t n_blocks);
 
 // y[r] = dot(row r, x) for n_rows rows of n_blocks quant blocks.
-typedef void clb_rows_fn(const uint8_t* w, size_t row_bytes, size_t n_blocks, const float* x, float* y, size_t n_rows);
+typedef void clb_rows_fn(const uint8_t *w, size_t row_bytes, size_t n_blocks, const float *x, float *y, size_t n_rows);
 
 // Adds the products of n columns to the partial sums of rows x tokens.
 //   acc [n_tokens, CLB_TILE_ROWS, CLB_LANES], 64-byte aligned
 //   w   [CLB_TILE_ROWS, CLB_TILE_COLUMNS], 64-byte aligned; rows from n_rows on may be computed, and are ignored
 //   x   [n_tokens, n], ldx floats apart
-typedef void clb_tile_fn(float* acc, const float* w, size_t n_rows, const float* x, size_t ldx, size_t n_tokens,
+typedef void clb_tile_fn(float *acc, const float *w, size_t n_rows, const float *x, size_t ldx, size_t n_tokens,
                          size_t n);
 
 struct clb_kernels {
-  const char* name;
+  const char *name;
   // In the order of the type table; NULL: decode by the scalar one, and multiply by way of the tile.
-  clb_decode_fn* decode[CLB_N_TYPES];
-  clb_rows_fn* rows[CLB_N_TYPES];
-  clb_tile_fn* tile;
+  clb_decode_fn *decode[CLB_N_TYPES];
+  clb_rows_fn *rows[CLB_N_TYPES];
+  clb_tile_fn *tile;
   float (*reduce)(const float p[CLB_LANES]);  // the partial sums of a tile, 64-byte aligned, in canonical order
-  float (*dot)(const float* a, const float* b, size_t n);
-  float (*sum)(const float* a, size_t n);
-  void (*axpy)(float* dst, const float* src, float scale, size_t n);
-  void (*exp)(float* dst, const float* src, float shift, size_t n);
-  void (*silu_mul)(float* dst, const float* gate, const float* up, size_t n);
-  void (*to_f16)(uint16_t* dst, const float* src, size_t n);
-  void (*to_bf16)(uint16_t* dst, const float* src, size_t n);
+  float (*dot)(const float *a, const float *b, size_t n);
+  float (*sum)(const float *a, size_t n);
+  void (*axpy)(float *dst, const float *src, float scale, size_t n);
+  void (*exp)(float *dst, const float *src, float shift, size_t n);
+  void (*silu_mul)(float *dst, const float *gate, const float *up, size_t n);
+  void (*to_f16)(uint16_t *dst, const float *src, size_t n);
+  void (*to_bf16)(uint16_t *dst, const float *src, size_t n);
   // Whether any of n words, masked, equals the mask: for exponent masks, whether any float is not finite.
-  bool (*any_masked_u32)(const uint8_t* src, uint32_t mask, size_t n);
-  bool (*any_masked_u16)(const uint8_t* src, uint16_t mask, size_t n);
+  bool (*any_masked_u32)(const uint8_t *src, uint32_t mask, size_t n);
+  bool (*any_masked_u16)(const uint8_t *src, uint16_t mask, size_t n);
 };
 
 // The sets beyond the scalar one, NULL where the CPU cannot run them.
-const clb_kernels* clb_kernels_avx2(void);
-const clb_kernels* clb_kernels_neon(void);
+const clb_kernels *clb_kernels_avx2(void);
+const clb_kernels *clb_kernels_neon(void);
 
 // The partial sums, reduced in canonical order: the reference.
 float clb_reduce_lanes(const float p[CLB_LANES]);
 
 // Scalar kernels that compile into good code for every CPU.
-float clb_scalar_sum(const float* a, size_t n);
-void clb_scalar_axpy(float* dst, const float* src, float scale, size_t n);
-void clb_scalar_exp(float* dst, const float* src, float shift, size_t n);
-void clb_scalar_silu_mul(float* dst, const float* gate, const float* up, size_t n);
-void clb_scalar_to_f16(uint16_t* dst, const float* src, size_t n);
-void clb_scalar_to_bf16(uint16_t* dst, const float* src, size_t n);
-bool clb_scalar_any_masked_u32(const uint8_t* src, uint32_t mask, size_t n);
-bool clb_scalar_any_masked_u16(const uint8_t* src, uint16_t mask, size_t n);
+float clb_scalar_sum(const float *a, size_t n);
+void clb_scalar_axpy(float *dst, const float *src, float scale, size_t n);
+void clb_scalar_exp(float *dst, const float *src, float shift, size_t n);
+void clb_scalar_silu_mul(float *dst, const float *gate, const float *up, size_t n);
+void clb_scalar_to_f16(uint16_t *dst, const float *src, size_t n);
+void clb_scalar_to_bf16(uint16_t *dst, const float *src, size_t n);
+bool clb_scalar_any_masked_u32(const uint8_t *src, uint32_t mask, size_t n);
+bool clb_scalar_any_masked_u16(const uint8_t *src, uint16_t mask, size_t n);
 
 // Codebooks; see blocks_grids.c. One entry more than there are codes: an entry may be loaded as 32 bits.
 extern const uint16_t clb_grid_iq2_xxs[256 + 1], clb_grid_iq2_xs[512 + 1], clb_grid_iq2_s[1024 + 1];

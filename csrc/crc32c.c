@@ -7,9 +7,9 @@
 
 #include "crc32c_table.h"
 
-typedef uint32_t crc_fn(uint32_t state, const uint8_t* p, size_t n);
+typedef uint32_t crc_fn(uint32_t state, const uint8_t *p, size_t n);
 
-static inline uint64_t load_u64(const uint8_t* p) {
+static inline uint64_t load_u64(const uint8_t *p) {
   uint64_t v;
   memcpy(&v, p, sizeof v);
   return v;
@@ -18,7 +18,7 @@ static inline uint64_t load_u64(const uint8_t* p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Portable: eight bytes a step ("slicing by 8", Kounavis and Berry 2005)
 
-static uint32_t crc_tables(uint32_t state, const uint8_t* p, size_t n) {
+static uint32_t crc_tables(uint32_t state, const uint8_t *p, size_t n) {
   for (; n >= 8; n -= 8, p += 8) {
     uint64_t v = load_u64(p) ^ state;
     state = 0;
@@ -45,7 +45,7 @@ SSE42 static uint32_t advance(uint32_t state, uint32_t k) {
 }
 
 // Whole groups of three stretches of n_stretch bytes each; the factors advance by one and by two stretches.
-SSE42 static uint32_t three_stretches(uint32_t state, const uint8_t* p, size_t n_groups, size_t n_stretch, uint32_t k1,
+SSE42 static uint32_t three_stretches(uint32_t state, const uint8_t *p, size_t n_groups, size_t n_stretch, uint32_t k1,
                                       uint32_t k2) {
   for (; n_groups > 0; n_groups--, p += 3 * n_stretch) {
     uint64_t a = state, b = 0, c = 0;
@@ -59,7 +59,7 @@ SSE42 static uint32_t three_stretches(uint32_t state, const uint8_t* p, size_t n
   return state;
 }
 
-SSE42 static uint32_t crc_sse42(uint32_t state, const uint8_t* p, size_t n) {
+SSE42 static uint32_t crc_sse42(uint32_t state, const uint8_t *p, size_t n) {
   enum { LONG = 2048, SHORT = 256 };
   size_t n_groups = n / (3 * LONG);
   state = three_stretches(state, p, n_groups, LONG, 0xA51B6135, 0x82F89C77);
@@ -74,7 +74,7 @@ SSE42 static uint32_t crc_sse42(uint32_t state, const uint8_t* p, size_t n) {
   return state;
 }
 
-static crc_fn* best_crc(void) {
+static crc_fn *best_crc(void) {
   unsigned a, b, c, d;
   bool usable = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_2) && (c & bit_PCLMUL);
   return usable ? crc_sse42 : crc_tables;
@@ -86,7 +86,7 @@ static crc_fn* best_crc(void) {
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 
-static uint32_t crc_arm(uint32_t state, const uint8_t* p, size_t n) {
+static uint32_t crc_arm(uint32_t state, const uint8_t *p, size_t n) {
   for (; n >= 8; n -= 8, p += 8) {
     __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(state) : "r"(load_u64(p)));
   }
@@ -96,14 +96,14 @@ static uint32_t crc_arm(uint32_t state, const uint8_t* p, size_t n) {
   return state;
 }
 
-static crc_fn* best_crc(void) {
+static crc_fn *best_crc(void) {
   enum { HAS_CRC32 = 1 << 7 };  // HWCAP_CRC32
   return getauxval(AT_HWCAP) & HAS_CRC32 ? crc_arm : crc_tables;
 }
 
 #else
 
-static crc_fn* best_crc(void) {
+static crc_fn *best_crc(void) {
   return crc_tables;
 }
 
@@ -111,14 +111,14 @@ static crc_fn* best_crc(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-uint32_t clb_crc32c_portable(uint32_t crc, const void* p, size_t n) {
+uint32_t clb_crc32c_portable(uint32_t crc, const void *p, size_t n) {
   return ~crc_tables(~crc, p, n);
 }
 
-uint32_t clb_crc32c(uint32_t crc, const void* p, size_t n) {
+uint32_t clb_crc32c(uint32_t crc, const void *p, size_t n) {
   // A cache of a constant: threads that race here store the same pointer.
-  static _Atomic(crc_fn*) cached;
-  crc_fn* best = atomic_load_explicit(&cached, memory_order_relaxed);
+  static _Atomic(crc_fn *) cached;
+  crc_fn *best = atomic_load_explicit(&cached, memory_order_relaxed);
   if (!best) {
     best = best_crc();
     atomic_store_explicit(&cached, best, memory_order_relaxed);

@@ -11,10 +11,10 @@ extern "C" {
 
 // The CRC of n bytes at p, continued from crc: 0 to start, or the CRC of the bytes before.
 // clb_crc32c(0, "123456789", 9) == 0xE3069283
-uint32_t clb_crc32c(uint32_t crc, const void* p, size_t n);
+uint32_t clb_crc32c(uint32_t crc, const void *p, size_t n);
 
 // The same by tables alone: the reference, and what runs on CPUs without a CRC instruction.
-uint32_t clb_crc32c_portable(uint32_t crc, const void* p, size_t n);
+uint32_t clb_crc32c_portable(uint32_t crc, const void *p, size_t n);
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-typedef void compress_fn(uint32_t words[8], const uint8_t* chunks, size_t n_chunks);
+typedef void compress_fn(uint32_t words[8], const uint8_t *chunks, size_t n_chunks);
 
 static const uint32_t round_constants[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -18,11 +18,11 @@ static const uint32_t round_constants[64] = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
-static inline uint32_t load_be(const uint8_t* p) {
+static inline uint32_t load_be(const uint8_t *p) {
   return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
 }
 
-static inline void store_be(uint8_t* p, uint32_t v) {
+static inline void store_be(uint8_t *p, uint32_t v) {
   for (int i = 0; i < 4; i++) p[i] = (uint8_t)(v >> (24 - 8 * i));
 }
 
@@ -33,7 +33,7 @@ static inline uint32_t rotate(uint32_t v, int n) {
   return v >> n | v << (32 - n);
 }
 
-static void message_schedule(uint32_t w[64], const uint8_t* chunk) {
+static void message_schedule(uint32_t w[64], const uint8_t *chunk) {
   for (int i = 0; i < 16; i++) w[i] = load_be(chunk + 4 * i);
   for (int i = 16; i < 64; i++) {
     uint32_t s0 = rotate(w[i - 15], 7) ^ rotate(w[i - 15], 18) ^ w[i - 15] >> 3;
@@ -42,7 +42,7 @@ static void message_schedule(uint32_t w[64], const uint8_t* chunk) {
   }
 }
 
-static void compress_portable(uint32_t words[8], const uint8_t* chunks, size_t n_chunks) {
+static void compress_portable(uint32_t words[8], const uint8_t *chunks, size_t n_chunks) {
   for (; n_chunks > 0; n_chunks--, chunks += 64) {
     uint32_t w[64];
     message_schedule(w, chunks);
@@ -80,21 +80,21 @@ SHA_NI static inline __m128i next_words(__m128i w0, __m128i w1, __m128i w2, __m1
 }
 
 // The instructions hold the state as (a, b, e, f) and (c, d, g, h), highest lane first.
-SHA_NI static void compress_sha_ni(uint32_t words[8], const uint8_t* chunks, size_t n_chunks) {
+SHA_NI static void compress_sha_ni(uint32_t words[8], const uint8_t *chunks, size_t n_chunks) {
   const __m128i big_endian = _mm_setr_epi8(3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8, 15, 14, 13, 12);
-  __m128i* memory = (__m128i*)(void*)words;
+  __m128i *memory = (__m128i *)(void *)words;
   __m128i badc = _mm_shuffle_epi32(_mm_loadu_si128(memory), 0xB1);
   __m128i hgfe = _mm_shuffle_epi32(_mm_loadu_si128(memory + 1), 0x1B);
   __m128i abef = _mm_alignr_epi8(badc, hgfe, 8), cdgh = _mm_blend_epi16(hgfe, badc, 0xF0);
   for (; n_chunks > 0; n_chunks--, chunks += 64) {
-    const __m128i* p = (const __m128i*)(const void*)chunks;
+    const __m128i *p = (const __m128i *)(const void *)chunks;
     __m128i abef_before = abef, cdgh_before = cdgh;
     __m128i w0 = _mm_shuffle_epi8(_mm_loadu_si128(p), big_endian);
     __m128i w1 = _mm_shuffle_epi8(_mm_loadu_si128(p + 1), big_endian);
     __m128i w2 = _mm_shuffle_epi8(_mm_loadu_si128(p + 2), big_endian);
     __m128i w3 = _mm_shuffle_epi8(_mm_loadu_si128(p + 3), big_endian);
     UNROLL for (int i = 0; i < 16; i++) {
-      const __m128i* k = (const __m128i*)(const void*)(round_constants + 4 * i);
+      const __m128i *k = (const __m128i *)(const void *)(round_constants + 4 * i);
       __m128i input = _mm_add_epi32(w0, _mm_loadu_si128(k));
       cdgh = _mm_sha256rnds2_epu32(cdgh, abef, input);
       abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(input, 0x0E));
@@ -109,7 +109,7 @@ SHA_NI static void compress_sha_ni(uint32_t words[8], const uint8_t* chunks, siz
   _mm_storeu_si128(memory + 1, _mm_alignr_epi8(dchg, feba, 8));
 }
 
-static compress_fn* best_compress(void) {
+static compress_fn *best_compress(void) {
   enum { HAS_SHA = 1 << 29 };  // leaf 7, ebx
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_SSE4_1)) return compress_portable;
@@ -118,7 +118,7 @@ static compress_fn* best_compress(void) {
 
 #else
 
-static compress_fn* best_compress(void) {
+static compress_fn *best_compress(void) {
   return compress_portable;
 }
 
@@ -126,7 +126,7 @@ static compress_fn* best_compress(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-void clb_sha256_init_portable(clb_sha256_state* s) {
+void clb_sha256_init_portable(clb_sha256_state *s) {
   static const uint32_t first[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                     0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   memcpy(s->words, first, sizeof first);
@@ -134,10 +134,10 @@ void clb_sha256_init_portable(clb_sha256_state* s) {
   s->compress = compress_portable;
 }
 
-void clb_sha256_init(clb_sha256_state* s) {
+void clb_sha256_init(clb_sha256_state *s) {
   // A cache of a constant: threads that race here store the same pointer.
-  static _Atomic(compress_fn*) cached;
-  compress_fn* best = atomic_load_explicit(&cached, memory_order_relaxed);
+  static _Atomic(compress_fn *) cached;
+  compress_fn *best = atomic_load_explicit(&cached, memory_order_relaxed);
   if (!best) {
     best = best_compress();
     atomic_store_explicit(&cached, best, memory_order_relaxed);
@@ -146,8 +146,8 @@ void clb_sha256_init(clb_sha256_state* s) {
   s->compress = best;
 }
 
-void clb_sha256_update(clb_sha256_state* s, const void* data, size_t n) {
-  const uint8_t* p = data;
+void clb_sha256_update(clb_sha256_state *s, const void *data, size_t n) {
+  const uint8_t *p = data;
   if (n == 0) return;  // p may be NULL then
   size_t n_waiting = s->n_bytes % 64;
   s->n_bytes += n;
@@ -163,7 +163,7 @@ void clb_sha256_update(clb_sha256_state* s, const void* data, size_t n) {
   if (n % 64 > 0) memcpy(s->buffer, p + n / 64 * 64, n % 64);
 }
 
-void clb_sha256_final(clb_sha256_state* s, uint8_t digest[32]) {
+void clb_sha256_final(clb_sha256_state *s, uint8_t digest[32]) {
   uint8_t padding[72] = {0x80};
   uint64_t n_bits = s->n_bytes * 8;
   size_t n_padding = 64 - (s->n_bytes + 8) % 64;  // 1 to 64 bytes, then the length
@@ -173,7 +173,7 @@ void clb_sha256_final(clb_sha256_state* s, uint8_t digest[32]) {
   for (int i = 0; i < 8; i++) store_be(digest + 4 * i, s->words[i]);
 }
 
-void clb_sha256(const void* p, size_t n, uint8_t digest[32]) {
+void clb_sha256(const void *p, size_t n, uint8_t digest[32]) {
   clb_sha256_state s;
   clb_sha256_init(&s);
   clb_sha256_update(&s, p, n);

@@ -13,16 +13,16 @@ typedef struct {
   uint32_t words[8];
   uint64_t n_bytes;    // hashed so far, including those waiting in buffer
   uint8_t buffer[64];  // the last, incomplete 64-byte chunk
-  void (*compress)(uint32_t words[8], const uint8_t* chunks, size_t n_chunks);
+  void (*compress)(uint32_t words[8], const uint8_t *chunks, size_t n_chunks);
 } clb_sha256_state;
 
-void clb_sha256_init(clb_sha256_state* s);
-void clb_sha256_init_portable(clb_sha256_state* s);  // without SHA instructions: the reference
-void clb_sha256_update(clb_sha256_state* s, const void* p, size_t n);
-void clb_sha256_final(clb_sha256_state* s, uint8_t digest[32]);  // s must be initialised again before reuse
+void clb_sha256_init(clb_sha256_state *s);
+void clb_sha256_init_portable(clb_sha256_state *s);  // without SHA instructions: the reference
+void clb_sha256_update(clb_sha256_state *s, const void *p, size_t n);
+void clb_sha256_final(clb_sha256_state *s, uint8_t digest[32]);  // s must be initialised again before reuse
 
 // All three at once.
-void clb_sha256(const void* p, size_t n, uint8_t digest[32]);
+void clb_sha256(const void *p, size_t n, uint8_t digest[32]);
 
 #ifdef __cplusplus
 }

@@ -293,7 +293,29 @@ def rank_twice(image: mc.Image) -> None:
     data[20:24] = data[64 + 20 : 64 + 24]
 
 
-TWO53 = 1 << 53
+def rebuilt(**changes: object) -> Callable[[mc.Image], mc.Image]:
+    """Another container, of the sample model with other fields."""
+
+    def change(_: mc.Image) -> mc.Image:
+        model = mc.small()
+        for name, value in changes.items():
+            setattr(model, name, value)
+        return mc.build(model)
+
+    return change
+
+
+def shapes(**changes: tuple[int, int]) -> Callable[[mc.Image], mc.Image]:
+    """A container whose first layout has parts of other shapes."""
+    sizes = {"gate": (32, 64), "up": (32, 64), "down": (64, 32)} | changes
+    parts = [(role + 1, "q8_0", *size) for role, size in enumerate(sizes.values())]
+    return rebuilt(layouts=[mc.Layout(parts), mc.small().layouts[1]])
+
+
+def cut_data(image: mc.Image) -> None:
+    del image.data[-8192:]
+
+
 BIG = 1 << 62
 
 # name: (change, rule, words of the refusal)
@@ -322,10 +344,13 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "section too long": (set_table(7, 16, U64(4000)), 7, "section 7"),
     "metadata_bytes": (set_page0(56, U64(6000)), 7, "metadata"),
     "metadata_bytes 2^63": (set_page0(56, U64(1 << 63)), 7, "metadata_bytes"),
+    "metadata_bytes beyond the file": (set_page0(56, U64(1 << 20)), 7, "metadata_bytes"),
     "gap": (gap_not_zero, 7, "gap before section 2"),
     "reserve": (lambda i: i.raw.update({i.data_offset - 1: b"\1"}), 8, "reserve"),
     "data_offset unaligned": (set_page0(64, U64(12289)), 8, "data_offset is 12289"),
     "data_offset 2^62": (set_page0(64, U64(BIG)), 8, "data_offset"),
+    "data_offset beyond the file": (set_page0(64, U64(1 << 20)), 8, "data_offset"),
+    "data_offset in the metadata": (set_page0(64, U64(8192)), 8, "data_offset"),
     "section CRC": (set_table(4, 24, b"\0\0\0\0"), 9, "CRC"),
     "section SHA": (set_table(4, 32, bytes(32)), 9, "SHA-256"),
     "id": (set_page0(88, bytes(32)), 9, "id"),
@@ -339,6 +364,12 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "kv: too short": (lambda i: i.replace(mc.PROVENANCE, b"\0" * 7), 11, "7 bytes"),
     "kv: count": (set_provenance(S(b"a", 1, 1, U64(1)), count=2), 11, "entry 1"),
     "kv: count 4097": (set_provenance(count=4097), 11, "count is 4097"),
+    "kv: word behind count": (lambda i: i.replace(mc.PROVENANCE, KV_HEAD.pack(0, 1)), 11, "word"),
+    "kv: padding beyond": (
+        lambda i: i.replace(mc.PROVENANCE, KV_HEAD.pack(1, 0) + S(b"a", 5, 3, b"abc")[:-5]),
+        11,
+        "padding reaches past",
+    ),
     "kv: trailing": (set_provenance(tail=bytes(8)), 11, "end of the section"),
     "kv: order": (set_provenance(S(b"b", 1, 1, U64(1)), S(b"a", 1, 1, U64(1))), 11, '"a"'),
     "kv: twice": (set_provenance(*[S(b"a", 1, 1, U64(1))] * 2), 11, '"a"'),
@@ -379,6 +410,17 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "blobs: too short": (lambda i: i.replace(mc.BLOBS, b"\0" * 4), 13, "4 bytes"),
     "blobs: count": (set_blobs(at=0, raw=b"\1"), 13, "count is 1"),
     "blobs: count 2^32-1": (set_blobs(at=0, raw=b"\xff" * 4), 13, "count"),
+    "blobs: 1025": (
+        rebuilt(blobs=[(f"{i:04}", b"") for i in range(1025)]),
+        13,
+        "count is 1025",
+    ),
+    "blobs: names beyond": (set_blobs(("abc", b"1"), at=12, raw=b"\xff"), 13, "names reach past"),
+    "blobs: cut before the datum": (
+        lambda i: i.replace(mc.BLOBS, mc.blob_section([("abc", b"")])[:43]),
+        13,
+        "expected at 64",
+    ),
     "blobs: zero": (set_blobs(at=4, raw=b"\1"), 13, "zero word"),
     "blobs: order": (set_blobs(("b", b"1"), ("a", b"2")), 13, '"a"'),
     "blobs: twice": (set_blobs(("a", b"1"), ("a", b"2")), 13, '"a"'),
@@ -398,6 +440,14 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "resident: group order": (tensor(2, 22, "H", 2), 14, "group"),
     "resident: group 4": (tensor(8, 22, "H", 4), 14, "group is 4"),
     "resident: group 0": (tensor(1, 22, "H", 0), 14, "group is 0"),
+    "resident: first group 0": (tensor(0, 22, "H", 0), 14, "group is 0"),
+    "resident: alias type": (tensor(0, 16, "I", 1), 14, '"output"'),
+    "resident: alias SHA": (tensor(0, 96, "B", 1), 14, '"output"'),
+    "resident: beyond the blocks": (
+        both(tensor(2, 8, "Q", 6528000), tensor(2, 40, "Q", 96000)),
+        14,
+        '"l0.gate"',
+    ),
     "resident: alias to alias": (tensor(9, 32, "I", 9), 14, "alias_of is 9"),
     "resident: alias beyond": (tensor(0, 32, "I", 10), 14, "alias_of is 10"),
     "resident: alias shape": (tensor(0, 40, "QQ", 20, 32), 14, '"output"'),
@@ -417,13 +467,21 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "resident: dimension 0": (tensor(1, 40, "Q", 0), 15, "shape[0] is 0"),
     "resident: dimension 2^48+1": (tensor(1, 40, "Q", (1 << 48) + 1), 15, "2^48"),
     "resident: product": (tensor(2, 40, "QQ", 1 << 32, 1 << 32), 15, "2^63"),
+    "resident: product 2^63": (tensor(2, 40, "QQ", 1 << 40, 1 << 23), 15, "product"),
     "resident: size": (tensor(1, 36, "IQQ", 2, 1 << 31, 1 << 30), 15, "2^63"),
     "resident: unused dimension": (tensor(1, 64, "Q", 1), 15, "shape[3]"),
     "resident: row of 63": (tensor(2, 48, "Q", 63), 15, "63"),
     "resident: entry_bytes": (set_bytes(mc.RESIDENT, 4, b"\x40"), 16, "of 64 bytes"),
     "resident: n_tensors": (set_bytes(mc.RESIDENT, 0, b"\x0b"), 16, "11 entries"),
     "resident: 2^32-1 tensors": (set_bytes(mc.RESIDENT, 0, b"\xff" * 4), 16, "4294967295"),
-    "resident: names_bytes": (set_bytes(mc.RESIDENT, 8, U64(2**64 - 1)), 16, "names"),
+    "resident: names_bytes": (set_bytes(mc.RESIDENT, 8, b"\1"), 16, "bytes of names"),
+    "resident: names_bytes 2^64-1": (set_bytes(mc.RESIDENT, 8, U64(2**64 - 1)), 16, "of names"),
+    "resident: too short": (lambda i: i.replace(mc.RESIDENT, bytes(15)), 16, "15 bytes"),
+    "resident: name of 256 bytes": (
+        rebuilt(tensors=[mc.Tensor("x" * 256, 2, 1, -1, "f32", (1,)), *mc.small().tensors[1:]]),
+        16,
+        "256 bytes",
+    ),
     "resident: name gap": (tensor(1, 72, "I", 7), 16, "expected 1 ... 255 at 6"),
     "resident: empty name": (tensor(1, 76, "I", 0), 16, "0 bytes"),
     "resident: name beyond": (tensor(9, 76, "I", 255), 16, "tensor 9"),
@@ -436,6 +494,7 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "resident: layer 4": (tensor(3, 24, "i", 4), 17, "layer is 4"),
     "resident: layer -2": (tensor(3, 24, "i", -2), 17, "layer is -2"),
     "rows: order": (both(row(0, 0, "i", 2), row(1, 0, "i", 1)), 18, "row 1"),
+    "rows: too short": (lambda i: i.replace(mc.ROWS, bytes(15)), 18, "15 bytes"),
     "rows: twice": (row(1, 0, "i", 1), 18, "row 1"),
     "rows: stream 2": (row(2, 4, "I", 2), 18, "stream is 2"),
     "rows: layer -1": (row(0, 0, "i", -1), 18, "layer -1"),
@@ -461,7 +520,9 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "cells: offset": (cell(0, 2, 0, "Q", 4096), 20, "row 0 (layer 1), expert 2"),
     "cells: offset 2^62": (cell(0, 2, 0, "Q", BIG), 20, "offset 4611686018427387904"),
     "cells: trailing": (lambda i: i.data.extend(bytes(4096)), 20, "end of the file"),
+    "cells: file ends early": (cut_data, 20, "within the file"),
     "layouts: n_layouts": (set_bytes(mc.LAYOUTS, 0, b"\3"), 23, "3 entries"),
+    "layouts: too short": (lambda i: i.replace(mc.LAYOUTS, bytes(7)), 23, "7 bytes"),
     "layouts: none": (lambda i: i.replace(mc.LAYOUTS, struct.pack("<II", 0, 576)), 23, "0 entries"),
     "layouts: entry_bytes": (set_bytes(mc.LAYOUTS, 4, b"\0"), 23, "of 512 bytes"),
     "layouts: n_parts": (layout(0, 8, "I", 9), 23, "n_parts is 9"),
@@ -474,7 +535,27 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "layouts: equal": (two_equal_layouts, 23, "are equal"),
     "parts: role order": (part(0, 1, 0, "H", 1), 23, "part 1: role is 1"),
     "parts: role 7": (part(0, 2, 0, "H", 7), 23, "role is 7"),
-    "parts: down missing": (part(0, 2, 0, "H", 4), 23, "down is missing"),
+    "parts: role 0": (part(0, 0, 0, "H", 0), 23, "role is 0"),
+    "parts: gate missing": (
+        both(part(0, 0, 0, "H", 2), part(0, 1, 0, "H", 3), part(0, 2, 0, "H", 4)),
+        23,
+        "gate, up or down is missing",
+    ),
+    "parts: up missing": (both(part(0, 1, 0, "H", 3), part(0, 2, 0, "H", 4)), 23, "is missing"),
+    "parts: end of 2^63": (
+        both(
+            part(0, 0, 4, "IQQQQ", 0, 0, BIG, 1 << 48, 1 << 12),
+            part(0, 1, 4, "IQQQQ", 0, BIG, BIG, 1 << 48, 1 << 12),
+        ),
+        23,
+        "part 1",
+    ),
+    "parts: gate columns": (shapes(gate=(32, 96)), 23, "gate is [32, 96]"),
+    "parts: up rows": (shapes(up=(40, 64)), 23, "up [40, 64]"),
+    "parts: up columns": (shapes(up=(32, 96)), 23, "up [32, 96]"),
+    "parts: down rows": (shapes(down=(96, 32)), 23, "down [96, 32]"),
+    "parts: down columns": (shapes(down=(64, 64)), 23, "down [64, 64]"),
+    "parts: down missing": (part(0, 2, 0, "H", 4), 23, "is missing"),
     "parts: permutation": (part(0, 1, 2, "H", 1), 23, "permutation"),
     "parts: type": (part(0, 1, 4, "I", 5), 23, "type is 5"),
     "parts: offset": (part(0, 1, 8, "Q", 2240), 23, "at 2240"),
@@ -488,6 +569,8 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "hidden_size": (set_spec(hidden_size=(1, 96)), 23, "[width, 96]"),
     "layer without row": (set_spec(moe_layers=(6, [1, 1, 1])), 24, "layer 0 has no row"),
     "dense layer with row": (set_spec(moe_layers=(6, [0, 1, 0])), 24, "layer 2 has a row"),
+    "row beyond the main layers": (row(2, 4, "I", 0), 24, "row 2: stream 0, layer 3"),
+    "row beyond the MTP layers": (row(2, 0, "i", 4), 24, "row 2: stream 1, layer 4"),
     "MTP layer beyond": (set_spec(n_mtp_layers=(1, 0)), 17, "layer is 3"),
     "router missing": (tensor(4, 20, "H", 32), 24, "layer 2 has experts and no router"),
     "router rows": (both(tensor(4, 40, "QQ", 12, 16), set_spec(top_k=(1, 1))), 24, "12 rows"),
@@ -500,7 +583,8 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
 def test_broken_rule_is_refused_by_both_readers(name: str, reader: Program, tmp_path: Path) -> None:
     change, rule, words = BROKEN[name]
     image = mc.build(mc.small())
-    change(image)
+    replaced = change(image)
+    image = replaced if isinstance(replaced, mc.Image) else image
     path = tmp_path / "broken.colibri"
     path.write_bytes(image.to_bytes())
     said = reader("open", path).strip()
@@ -565,6 +649,18 @@ def test_file_that_is_no_container_is_refused(reader: Program, tmp_path: Path) -
     rules = [re.search(r": rule (\d+):", line) for line in said]
     assert [m and int(m[1]) for m in rules[:7]] == [5, 5, 5, 5, 5, 1, 5]
     assert ["regular" in line for line in said[7:]] == [True, True, False, True]
+
+
+def test_sizes_that_need_a_huge_file_are_refused(reader: Program, tmp_path: Path) -> None:
+    """Bounds that only a file beyond them can break; the files here are mostly holes."""
+    cases = [(56, (1 << 30) + 1, 2 << 30, 7), (64, 48 << 20, 64 << 20, 8)]
+    for at, value, n_bytes, rule in cases:
+        image = mc.build(mc.small())
+        image.page0.update({40: U64(n_bytes), at: U64(value)})
+        path = tmp_path / "huge.colibri"
+        path.write_bytes(image.to_bytes())
+        os.truncate(path, n_bytes)
+        assert f": rule {rule}: " in reader("open", path)
 
 
 # -- the reader: damage --------------------------------------------------------------------------
@@ -678,6 +774,12 @@ def test_check_modes_see_what_they_promise(store: Program, streams: dict[str, Pa
 
 def test_wrong_calls_are_refused_and_harmless(store: Program, streams: dict[str, Path]) -> None:
     store("misuse", streams["two"])
+
+
+def test_reads_overlap_each_other_and_the_use_of_what_is_there(
+    store: Program, streams: dict[str, Path]
+) -> None:
+    store("overlap", streams["one"])
 
 
 def test_two_stores_share_nothing(store: Program, streams: dict[str, Path]) -> None:

@@ -4,6 +4,7 @@
 //   random FILE SEED N CACHE THREADS CHECK N random requests, compared with the file; CACHE in bytes, "min" or "all"
 //   faults FILE                            read errors, damaged and cut files; afterwards the store works
 //   checks FILE                            which damage each check mode sees
+//   overlap FILE                           reads run at once, and next to the use of what is in memory
 //   misuse FILE                            wrong calls are refused and harmless
 //   buffered FILE                          O_DIRECT refused by open, then by read: buffered, and said so
 //   pair FILE FILE                         two stores at once, on two threads
@@ -39,13 +40,13 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // Faults
 
-enum fault { NO_FAULT, FAULT_EIO, FAULT_SHORT, FAULT_INTERRUPTED, FAULT_END, FAULT_FLIP, FAULT_NOT_DIRECT };
+enum fault { NO_FAULT, FAULT_EIO, FAULT_SHORT, FAULT_INTERRUPTED, FAULT_END, FAULT_FLIP, FAULT_NOT_DIRECT, FAULT_SLOW };
 
 static _Atomic int fault;
 static _Atomic uint64_t fault_offset;  // the read that covers it is hit
 static _Atomic int faults_left;        // negative: no end
 static _Atomic bool refuse_direct_open;
-static _Atomic uint64_t n_preads;
+static _Atomic int n_reading, most_reading;  // at once
 
 ssize_t __real_pread(int fd, void *buffer, size_t n, off_t offset);
 ssize_t __wrap_pread(int fd, void *buffer, size_t n, off_t offset);
@@ -62,8 +63,15 @@ static bool is_hit(uint64_t offset, size_t n) {
 }
 
 ssize_t __wrap_pread(int fd, void *buffer, size_t n, off_t offset) {
-  atomic_fetch_add(&n_preads, 1);
   int kind = atomic_load(&fault);
+  if (kind == FAULT_SLOW) {
+    int now = atomic_fetch_add(&n_reading, 1) + 1, most = atomic_load(&most_reading);
+    while (now > most && !atomic_compare_exchange_weak(&most_reading, &most, now)) {
+    }
+    usleep(200000);
+    atomic_fetch_sub(&n_reading, 1);
+    return __real_pread(fd, buffer, n, offset);
+  }
   if (kind == FAULT_NOT_DIRECT && (fcntl(fd, F_GETFL) & O_DIRECT) != 0) {
     errno = EINVAL;
     return -1;
@@ -312,6 +320,33 @@ static int run_faults(const char *path) {
   return 0;
 }
 
+// As many reads at once as there are threads, and what is in memory comes without waiting for any.
+static int run_overlap(const char *path) {
+  clb_container *c = open_container(path);
+  clb_store *s = open_store(c, cache_size(c, "all"), 3, CLB_CHECK_FIRST);
+  const uint32_t there[] = {4, 2}, experts[] = {0, 4, 1, 2, 3};
+  CHECK(run_request(s, c, 1, there, 2));
+  uint64_t waited = metrics_of(s).wait_ns;
+  set_fault(FAULT_SLOW, 0, 0);
+  CHECK(clb_store_begin(s, 1, experts, 5));
+  for (size_t i = 0; i < 2; i++) {
+    clb_expert e;
+    CHECK(clb_store_next(s, &e) == CLB_STORE_READY && e.expert == there[i] && same_as_file(c, 1, &e));
+    clb_store_release(s, e.slot);
+  }
+  CHECK(metrics_of(s).wait_ns == waited);
+  for (size_t i = 0; i < 3; i++) {
+    clb_expert e;
+    CHECK(clb_store_next(s, &e) == CLB_STORE_READY && same_as_file(c, 1, &e));
+  }
+  CHECK(metrics_of(s).wait_ns - waited > 50000000u);
+  CHECK(atomic_load(&most_reading) == 3);
+  set_fault(NO_FAULT, 0, 0);
+  clb_store_close(s);
+  clb_container_close(c);
+  return 0;
+}
+
 // A bit that flips after the first read is seen by CLB_CHECK_ALWAYS only; before, by CLB_CHECK_NEVER never.
 static int run_checks(const char *path) {
   clb_container *c = open_container(path);
@@ -487,6 +522,7 @@ int main(int argc, char **argv) {
   }
   if (strcmp(mode, "faults") == 0) return run_faults(argv[2]);
   if (strcmp(mode, "checks") == 0) return run_checks(argv[2]);
+  if (strcmp(mode, "overlap") == 0) return run_overlap(argv[2]);
   if (strcmp(mode, "misuse") == 0) return run_misuse(argv[2]);
   if (strcmp(mode, "buffered") == 0) return run_buffered(argv[2]);
   if (strcmp(mode, "pair") == 0 && argc == 4) return run_pair(argv + 2);
