@@ -38,5 +38,3 @@ def open(path: str | PathLike[str]) -> Container:
     from colibri_tools.container import open as open_container
 
     return open_container(path)
-
-

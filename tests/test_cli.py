@@ -58,7 +58,8 @@ def one_document(text: str) -> Any:
 def test_repack_inspect_verify_run(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "m.colibri"
     done = colibri("repack", source, "-o", out)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert [line[:5] for line in done.stderr.splitlines()] == ["note:"]  # it has no tokenizer
     assert "mixtral" in done.stdout
     assert colibri("inspect", out, "--map").returncode == 0
     assert colibri("verify", out, "--against", source).returncode == 0

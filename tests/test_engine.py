@@ -121,6 +121,16 @@ def test_any_split_of_a_prompt_gives_the_same_bits(model: Path) -> None:
         assert np.array_equal(np.concatenate(rows), expected)
 
 
+def test_decoding_far_on_gives_the_bits_of_a_prompt(model: Path) -> None:
+    """Token by token the chunks of attention are shared out; in a prompt, positions are."""
+    tokens = [int(t) for t in np.random.default_rng(4).integers(0, VOCAB, 1300)]
+    with Engine(model) as engine:
+        expected = engine.eval(tokens, 5)
+        engine.rewind(len(tokens) - 5)
+        found = [engine.eval([token]) for token in tokens[-5:]]
+    assert np.array_equal(np.concatenate(found), expected)
+
+
 def test_logits_of_the_last_positions_only(model: Path) -> None:
     with Engine(model, batch_size=10) as engine:
         expected = engine.forward(TOKENS)

@@ -263,17 +263,25 @@ def test_ctrl_c_keeps_what_was_made(model: Path) -> None:
     assert result.tokens[:9] == expected[: len(result.tokens)][:9]
 
 
-def test_ctrl_c_stops_a_prompt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("logits", [False, True])
+def test_ctrl_c_stops_a_prompt(tmp_path: Path, logits: bool) -> None:
     path = make_model(tmp_path / "model.colibri")
     timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
-    out = tmp_path / "logits.npy"
     timer.start()
     # many seconds of work, were it not stopped
-    result = run(path, tokens=[1, 2] * 2040, max_tokens=9, batch_size=1, logits=out)
+    result = run(
+        path,
+        tokens=[1, 2] * 2040,
+        max_tokens=9,
+        threads=1,
+        batch_size=64 if logits else 1,
+        logits=tmp_path / "logits.npy" if logits else None,
+    )
     timer.join()
     assert result.interrupted
     assert result.tokens == []
     assert list(tmp_path.iterdir()) == [path]
+    assert result.stats.tokens < 4080
 
 
 # ---------------------------------------------------------------------------------------------
