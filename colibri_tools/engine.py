@@ -1,6 +1,7 @@
 """The engine, from Python: a thin layer over `runtime/include/colibri.h`.
 
-Evaluation runs in a thread of the model and releases the GIL, so Ctrl-C stops it between layers.
+Evaluation releases the GIL. Several tokens are evaluated in a thread of the model, so that Ctrl-C
+stops them between layers.
 """
 
 from __future__ import annotations
@@ -225,9 +226,16 @@ class Engine:
         logits = np.empty((n_logits, self.info.vocab_size), np.float32)
         # Kept here too: whatever interrupts this call, the memory outlives the evaluation.
         self._target = ffi.from_buffer("float[]", logits)
+        if len(tokens) == 1:  # soon over: not worth a thread
+            self._call(lib.colibri_eval, ids, 1, self._target, n_logits)
+        else:
+            self._eval_in_thread(ids, len(tokens), n_logits)
+        return logits
+
+    def _eval_in_thread(self, ids: Any, n_tokens: int, n_logits: int) -> None:
         model = self._handle()
         try:
-            self._call(lib.colibri_eval_start, ids, len(tokens), self._target, n_logits)
+            self._call(lib.colibri_eval_start, ids, n_tokens, self._target, n_logits)
             while (status := lib.colibri_wait(model, _POLL_SECONDS)) == lib.COLIBRI_BUSY:
                 pass
         except BaseException:
@@ -235,7 +243,6 @@ class Engine:
             lib.colibri_wait(model, -1.0)
             raise
         _check(status, lib.colibri_error(model), self.path)
-        return logits
 
     def check_tokens(self, tokens: Sequence[int]) -> Any:
         """Return tokens as a C array. Raises UsageError if they cannot be appended now."""

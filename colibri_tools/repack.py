@@ -107,13 +107,8 @@ def repack(
     with open_source(os.fspath(src)) as source:
         check_output(out, force=force, forbid_identities=source.identities())
         meter = _Meter(progress)
-        if hash_sources and not dry_run:
-            meter.total += sum(file.size for file in source.files)
-            digests = tuple(digest for _, digest in source.hash_files(meter.add))
-            options = RepackOptions(align, digests)
-        else:
-            options = RepackOptions(align)
-        plan = plan_repack(source, options)
+        digests = _hash_sources(source, meter, dry_run) if hash_sources else None
+        plan = plan_repack(source, RepackOptions(align, digests))
         n_threads = _thread_count(threads, plan)
         container_id = ""
         if dry_run:
@@ -123,6 +118,14 @@ def repack(
             container_id = _execute(plan, source, Path(out), force, n_threads, meter)
     seconds = time.monotonic() - started
     return _result(plan, source, Path(out), dry_run, container_id, n_threads, seconds)
+
+
+def _hash_sources(source: Source, meter: _Meter, dry_run: bool) -> tuple[str, ...]:
+    """Return the SHA-256 of each source file; a dry run needs only their size."""
+    if dry_run:
+        return ("0" * 64,) * len(source.files)
+    meter.total += sum(file.size for file in source.files)
+    return tuple(digest for _, digest in source.hash_files(meter.add))
 
 
 class _Meter:
@@ -341,5 +344,11 @@ def _result(
         dropped=mapping.dropped,
         missing_blobs=tuple(source.missing_blobs),
         warnings=tuple(mapping.warnings),
-        notes=tuple(mapping.notes),
+        notes=(*mapping.notes, *_missing(source)),
     )
+
+
+def _missing(source: Source) -> list[str]:
+    if not source.missing_blobs:
+        return []
+    return [f"not in the checkpoint, so not carried: {', '.join(source.missing_blobs)}"]

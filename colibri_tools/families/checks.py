@@ -319,7 +319,11 @@ def _check_types(census: Census) -> None:
         tensor = census.source.tensors[name]
         if assignment.action not in ("resident", "expert"):
             continue
-        tensor.dtype.require_known(tensor.name)
+        try:
+            tensor.dtype.require_known(tensor.name)
+        except SourceError as error:
+            census.mapping.problems.insert(0, error.message)  # the cause of others
+            continue
         if census.source.kind == "safetensors" and tensor.dtype.name not in _FLOAT_TYPES:
             wrong[tensor.dtype.safetensors or tensor.dtype.name].append(name)
     for dtype, names in wrong.items():

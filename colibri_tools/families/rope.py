@@ -143,12 +143,12 @@ def _scaling(
     if outer is not None and kind in ("llama3", "yarn"):
         fields["original_context"] = _number(where, "original_max_position_embeddings", outer)
     fields.setdefault("original_context", float(context))
-    if kind == "yarn":
-        fields.setdefault("factor", context / fields["original_context"])
-        fields["truncate"] = bool(given.get("truncate", True))
     for name in ("factor", "original_context", "low_freq_factor", "high_freq_factor"):
         if name in fields and fields[name] <= 0:
             raise SourceError(f"{where}: {name}: expected a number above 0, found {fields[name]}")
+    if kind == "yarn":
+        fields.setdefault("factor", context / fields["original_context"])
+        fields["truncate"] = bool(given.get("truncate", True))
     return fields
 
 
@@ -197,17 +197,33 @@ def resolve_rope(settings: RopeSettings) -> Rope:
     for name in ("theta", "factor", "beta_fast", "beta_slow"):
         if not getattr(settings, name) > (1.0 if name == "theta" else 0.0):
             raise SourceError(f"rope: {name} {getattr(settings, name)} is out of range")
+    try:
+        with np.errstate(all="ignore"):
+            inv_freq, factor = _frequencies(settings)
+    except ArithmeticError as error:
+        raise _unusable(settings) from error
+    if not ((inv_freq > 0) & np.isfinite(inv_freq)).all() or not math.isfinite(factor):
+        raise _unusable(settings)
+    return Rope(inv_freq.tolist(), factor, settings.lacks, list(settings.warnings))
+
+
+def _frequencies(settings: RopeSettings) -> tuple[F32, float]:
     powers = _powers(settings)
     inv_freq = np.float32(1.0) / powers
-    factor = 1.0
-    if settings.lacks is None and settings.kind == "linear":
-        inv_freq = inv_freq / np.float32(settings.factor)
-    elif settings.lacks is None and settings.kind == "llama3":
-        inv_freq = _llama3(inv_freq, settings)
-    elif settings.lacks is None and settings.kind == "yarn":
-        inv_freq = _yarn(powers, settings)
-        factor = _yarn_attention_factor(settings)
-    return Rope(inv_freq.tolist(), factor, settings.lacks, list(settings.warnings))
+    if settings.lacks is not None or settings.kind == "default":
+        return inv_freq, 1.0
+    if settings.kind == "linear":
+        return inv_freq / np.float32(settings.factor), 1.0
+    if settings.kind == "llama3":
+        return _llama3(inv_freq, settings), 1.0
+    return _yarn(powers, settings), _yarn_attention_factor(settings)
+
+
+def _unusable(settings: RopeSettings) -> SourceError:
+    return SourceError(
+        f"rope: type {quote(settings.kind)} with theta {settings.theta} and factor "
+        f"{settings.factor} gives no usable frequencies"
+    )
 
 
 def fold_factors(rope: Rope, factors: F32) -> None:

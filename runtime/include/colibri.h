@@ -54,10 +54,10 @@ typedef enum {
 } colibri_status;
 
 /* "0.1.0" */
-COLIBRI_API const char* colibri_version(void);
+COLIBRI_API const char *colibri_version(void);
 
 /* A word for a status: "ok", "argument", "format", ... */
-COLIBRI_API const char* colibri_status_name(colibri_status status);
+COLIBRI_API const char *colibri_status_name(colibri_status status);
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Options and memory */
@@ -72,7 +72,7 @@ typedef struct {
   bool skip_checksums;         /* do not check CRC-32C of what is read */
 } colibri_options;
 
-COLIBRI_API void colibri_options_init(colibri_options* options);
+COLIBRI_API void colibri_options_init(colibri_options *options);
 
 /* What colibri_open takes, in bytes. */
 typedef struct {
@@ -90,8 +90,8 @@ typedef struct {
 } colibri_memory;
 
 /* Reads metadata only. Fails as colibri_open would for what is visible there. */
-COLIBRI_API colibri_status colibri_estimate(const char* path, const colibri_options* options, colibri_memory* memory,
-                                            char* error, size_t error_bytes);
+COLIBRI_API colibri_status colibri_estimate(const char *path, const colibri_options *options, colibri_memory *memory,
+                                            char *error, size_t error_bytes);
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Models */
@@ -99,14 +99,14 @@ COLIBRI_API colibri_status colibri_estimate(const char* path, const colibri_opti
 typedef struct colibri_model colibri_model;
 
 /* Opens a container. `options` may be NULL. On failure *model is NULL and `error` tells why. */
-COLIBRI_API colibri_status colibri_open(const char* path, const colibri_options* options, colibri_model** model,
-                                        char* error, size_t error_bytes);
+COLIBRI_API colibri_status colibri_open(const char *path, const colibri_options *options, colibri_model **model,
+                                        char *error, size_t error_bytes);
 
 /* Cancels and waits for what runs, then frees everything. NULL is fine. */
-COLIBRI_API void colibri_close(colibri_model* model);
+COLIBRI_API void colibri_close(colibri_model *model);
 
 /* The text of the last error of this handle; "" before any. Valid until the next call with this handle. */
-COLIBRI_API const char* colibri_error(const colibri_model* model);
+COLIBRI_API const char *colibri_error(const colibri_model *model);
 
 typedef struct {
   uint64_t n_layers, n_moe_layers, hidden_size;
@@ -117,55 +117,55 @@ typedef struct {
   uint64_t ctx, batch_size;
   uint32_t n_threads;
   int64_t bos_id; /* -1: none */
-  const uint64_t* eos_ids;
+  const uint64_t *eos_ids;
   size_t n_eos_ids;
-  const char* kernels; /* "scalar", "avx2", "neon" */
+  const char *kernels; /* "scalar", "avx2", "neon" */
 } colibri_info;
 
 /* Pointers in it live as long as the model. */
-COLIBRI_API void colibri_get_info(const colibri_model* model, colibri_info* info);
+COLIBRI_API void colibri_get_info(const colibri_model *model, colibri_info *info);
 
 /* The memory this model took, as colibri_estimate gives it. */
-COLIBRI_API void colibri_get_memory(const colibri_model* model, colibri_memory* memory);
+COLIBRI_API void colibri_get_memory(const colibri_model *model, colibri_memory *memory);
 
-COLIBRI_API bool colibri_is_eos(const colibri_model* model, uint64_t token);
+COLIBRI_API bool colibri_is_eos(const colibri_model *model, uint64_t token);
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Evaluation */
 
 /* Whether these tokens can be appended now: ids in range, room in the context. */
-COLIBRI_API colibri_status colibri_check_input(colibri_model* model, const uint32_t* tokens, size_t n_tokens);
+COLIBRI_API colibri_status colibri_check_input(colibri_model *model, const uint32_t *tokens, size_t n_tokens);
 
 /* Appends tokens to the sequence. Writes the logits of the last n_logits of these positions, [n_logits, vocab_size];
  * n_logits may be 0, `logits` is then not used. Logits that are not finite are COLIBRI_ERROR_NUMERIC.
  * After anything but COLIBRI_OK the sequence is as it was before the call, and `logits` is undefined. */
-COLIBRI_API colibri_status colibri_eval(colibri_model* model, const uint32_t* tokens, size_t n_tokens, float* logits,
+COLIBRI_API colibri_status colibri_eval(colibri_model *model, const uint32_t *tokens, size_t n_tokens, float *logits,
                                         size_t n_logits);
 
 /* colibri_eval in a thread of the model. `logits` must stay; tokens are copied. */
-COLIBRI_API colibri_status colibri_eval_start(colibri_model* model, const uint32_t* tokens, size_t n_tokens,
-                                              float* logits, size_t n_logits);
+COLIBRI_API colibri_status colibri_eval_start(colibri_model *model, const uint32_t *tokens, size_t n_tokens,
+                                              float *logits, size_t n_logits);
 
 /* Waits for what colibri_eval_start started: its status, or COLIBRI_BUSY after `seconds` (< 0: waits for ever). */
-COLIBRI_API colibri_status colibri_wait(colibri_model* model, double seconds);
+COLIBRI_API colibri_status colibri_wait(colibri_model *model, double seconds);
 
 /* Ends the running evaluation at its next layer: it returns COLIBRI_CANCELLED. Without one it does nothing.
  * May be called from any thread, and from a signal handler. */
-COLIBRI_API void colibri_cancel(colibri_model* model);
+COLIBRI_API void colibri_cancel(colibri_model *model);
 
 /* Tokens in the sequence. */
-COLIBRI_API uint64_t colibri_position(const colibri_model* model);
+COLIBRI_API uint64_t colibri_position(const colibri_model *model);
 
 /* Forgets the tokens from `position` on. COLIBRI_ERROR_ARGUMENT beyond the end. */
-COLIBRI_API colibri_status colibri_rewind(colibri_model* model, uint64_t position);
+COLIBRI_API colibri_status colibri_rewind(colibri_model *model, uint64_t position);
 
 /* Evaluates one token by itself and looks that all logits are finite and not all equal; then rewinds. */
-COLIBRI_API colibri_status colibri_sanity_check(colibri_model* model);
+COLIBRI_API colibri_status colibri_sanity_check(colibri_model *model);
 
 /* From now on the router's choices at positions below n_positions are written, for MoE layer i (in order of layers)
  * and position p, at [(i * n_positions + p) * top_k + slot]. Slots are in the router's order, best first.
  * experts == NULL stops it. */
-COLIBRI_API colibri_status colibri_trace(colibri_model* model, uint32_t* experts, float* weights, size_t n_positions);
+COLIBRI_API colibri_status colibri_trace(colibri_model *model, uint32_t *experts, float *weights, size_t n_positions);
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Metrics: counters since opening or the last reset. Times are of the evaluating thread, seconds. */
@@ -182,12 +182,12 @@ typedef struct {
   uint64_t expert_requests;   /* distinct experts asked of the store, summed over batches and layers */
   uint64_t expert_hits;       /* of these, found in the cache */
   uint64_t reads, bytes_read; /* of expert blocks */
-  const char* io_backend;     /* "pread" */
+  const char *io_backend;     /* "pread" */
   bool io_direct;             /* reads bypass the page cache */
 } colibri_metrics;
 
-COLIBRI_API void colibri_get_metrics(const colibri_model* model, colibri_metrics* metrics);
-COLIBRI_API void colibri_reset_metrics(colibri_model* model);
+COLIBRI_API void colibri_get_metrics(const colibri_model *model, colibri_metrics *metrics);
+COLIBRI_API void colibri_reset_metrics(colibri_model *model);
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Sampling. The draw depends on nothing but the logits, these numbers and the tokens accepted. */
@@ -204,20 +204,20 @@ typedef struct {
 
 typedef struct colibri_sampler colibri_sampler;
 
-COLIBRI_API void colibri_sampling_init(colibri_sampling* sampling);
+COLIBRI_API void colibri_sampling_init(colibri_sampling *sampling);
 
 /* A sampler over [vocab_size] logits that never gives an id from n_tokens on. Applied in this order: repetition
  * penalty, temperature, top-k, top-p, min-p. On failure *sampler is NULL. */
-COLIBRI_API colibri_status colibri_sampler_open(const colibri_sampling* sampling, uint64_t vocab_size,
-                                                uint64_t n_tokens, colibri_sampler** sampler, char* error,
+COLIBRI_API colibri_status colibri_sampler_open(const colibri_sampling *sampling, uint64_t vocab_size,
+                                                uint64_t n_tokens, colibri_sampler **sampler, char *error,
                                                 size_t error_bytes);
-COLIBRI_API void colibri_sampler_close(colibri_sampler* sampler);
+COLIBRI_API void colibri_sampler_close(colibri_sampler *sampler);
 
 /* Counts a token as part of the text, for the repetition penalty. */
-COLIBRI_API colibri_status colibri_sampler_accept(colibri_sampler* sampler, uint32_t token);
+COLIBRI_API colibri_status colibri_sampler_accept(colibri_sampler *sampler, uint32_t token);
 
 /* Chooses a token; logits are not changed. COLIBRI_ERROR_NUMERIC when a logit is NaN or infinite. */
-COLIBRI_API colibri_status colibri_sampler_draw(colibri_sampler* sampler, const float* logits, uint32_t* token);
+COLIBRI_API colibri_status colibri_sampler_draw(colibri_sampler *sampler, const float *logits, uint32_t *token);
 
 #ifdef __cplusplus
 }

@@ -8,8 +8,11 @@
 
 #include "engine.h"
 
+// Below this, sharing one token's attention out costs more than computing it.
+enum { MIN_SHARED_PRODUCTS = 1 << 17 };
+
 typedef struct {
-  clb_engine* engine;
+  clb_engine *engine;
   const float *keys, *values;  // of the layer, [n_kv_heads, ctx, head_dim]
   size_t window, n_tokens, position;
   size_t group, head_dim;  // query heads that share a key head
@@ -17,26 +20,26 @@ typedef struct {
 } attention_job;
 
 // A head's sum over some chunks lies in memory as output[head_dim], then maximum, then sum.
-static size_t stride(const attention_job* job) {
+static size_t stride(const attention_job *job) {
   return job->head_dim + 2;
 }
 
 // First visible position; sliding windows see `window` positions, their own included.
-static size_t first_visible(const attention_job* job, size_t position) {
+static size_t first_visible(const attention_job *job, size_t position) {
   return job->window > 0 && position >= job->window ? position - job->window + 1 : 0;
 }
 
 // The heads of one key head over one chunk, for one position. q [group, head_dim], out [group, head_dim + 2].
-static void attend_chunk(const attention_job* job, size_t kv_head, size_t chunk, size_t position, const float* q,
-                         float* scores, float* out) {
-  const clb_engine* e = job->engine;
+static void attend_chunk(const attention_job *job, size_t kv_head, size_t chunk, size_t position, const float *q,
+                         float *scores, float *out) {
+  const clb_engine *e = job->engine;
   const size_t d = job->head_dim;
   size_t begin = chunk * CLB_ATTENTION_CHUNK, end = begin + CLB_ATTENTION_CHUNK;
   if (begin < first_visible(job, position)) begin = first_visible(job, position);
   if (end > position + 1) end = position + 1;
   const size_t n = end - begin;
-  const float* keys = job->keys + (kv_head * e->ctx + begin) * d;
-  const float* values = job->values + (kv_head * e->ctx + begin) * d;
+  const float *keys = job->keys + (kv_head * e->ctx + begin) * d;
+  const float *values = job->values + (kv_head * e->ctx + begin) * d;
   clb_matmul_rows(e->kernels, CLB_F32, keys, d * sizeof(float), d, 0, n, q, d, job->group, scores, CLB_ATTENTION_CHUNK);
   const float scale = (float)e->graph.attention_scale;
   for (size_t h = 0; h < job->group; h++) {
@@ -55,7 +58,7 @@ static void attend_chunk(const attention_job* job, size_t kv_head, size_t chunk,
 }
 
 // total += part, for one head
-static void combine(float* total, const float* part, size_t d) {
+static void combine(float *total, const float *part, size_t d) {
   const float max = total[d] > part[d] ? total[d] : part[d];
   const float a = (float)exp((double)total[d] - (double)max), b = (float)exp((double)part[d] - (double)max);
   for (size_t i = 0; i < d; i++) total[i] = total[i] * a + part[i] * b;
@@ -63,17 +66,17 @@ static void combine(float* total, const float* part, size_t d) {
   total[d + 1] = total[d + 1] * a + part[d + 1] * b;
 }
 
-static void finish(float* attended, const float* total, size_t d) {
+static void finish(float *attended, const float *total, size_t d) {
   for (size_t i = 0; i < d; i++) attended[i] = total[i] / total[d + 1];
 }
 
 // All chunks of one (token, key head), in scratch of the thread.
-static void attend_unit(const attention_job* job, size_t unit, size_t worker) {
-  const clb_engine* e = job->engine;
+static void attend_unit(const attention_job *job, size_t unit, size_t worker) {
+  const clb_engine *e = job->engine;
   const size_t d = job->head_dim, heads = job->group;
   const size_t kv_head = unit / job->n_tokens, token = unit % job->n_tokens, position = job->position + token;
   const size_t offset = (token * e->graph.n_heads + kv_head * heads) * d;
-  float* scores = e->scratch.scores + worker * heads * CLB_ATTENTION_CHUNK;
+  float *scores = e->scratch.scores + worker * heads * CLB_ATTENTION_CHUNK;
   // Two accumulators of a group of heads; there are at least two groups' room per thread (see load.c).
   float *total = e->scratch.partial + worker * 2 * heads * stride(job), *part = total + heads * stride(job);
   const size_t first = first_visible(job, position) / CLB_ATTENTION_CHUNK, last = position / CLB_ATTENTION_CHUNK;
@@ -85,16 +88,16 @@ static void attend_unit(const attention_job* job, size_t unit, size_t worker) {
   for (size_t h = 0; h < heads; h++) finish(e->scratch.attended + offset + h * d, total + h * stride(job), d);
 }
 
-static void units_task(void* context, size_t task, size_t worker) {
-  const attention_job* job = context;
+static void units_task(void *context, size_t task, size_t worker) {
+  const attention_job *job = context;
   size_t end = (task + 1) * job->units_per_task, n_units = job->n_tokens * job->engine->graph.n_kv_heads;
   for (size_t unit = task * job->units_per_task; unit < end && unit < n_units; unit++) attend_unit(job, unit, worker);
 }
 
 // One token with several chunks: a task is a (chunk, key head), the results are combined afterwards.
-static void chunk_task(void* context, size_t task, size_t worker) {
-  const attention_job* job = context;
-  const clb_engine* e = job->engine;
+static void chunk_task(void *context, size_t task, size_t worker) {
+  const attention_job *job = context;
+  const clb_engine *e = job->engine;
   const size_t n_kv = e->graph.n_kv_heads, kv_head = task % n_kv, index = task / n_kv;
   const size_t chunk = first_visible(job, job->position) / CLB_ATTENTION_CHUNK + index;
   attend_chunk(job, kv_head, chunk, job->position, e->scratch.q + kv_head * job->group * job->head_dim,
@@ -102,20 +105,25 @@ static void chunk_task(void* context, size_t task, size_t worker) {
                e->scratch.partial + (index * e->graph.n_heads + kv_head * job->group) * stride(job));
 }
 
-static void attend_one_token(attention_job* job) {
-  clb_engine* e = job->engine;
+static void attend_one_token(attention_job *job) {
+  clb_engine *e = job->engine;
   const size_t n_chunks =
       job->position / CLB_ATTENTION_CHUNK - first_visible(job, job->position) / CLB_ATTENTION_CHUNK + 1;
-  clb_pool_run(e->pool, chunk_task, job, n_chunks * e->graph.n_kv_heads);
+  const size_t n_tasks = n_chunks * e->graph.n_kv_heads;
+  if (n_chunks * CLB_ATTENTION_CHUNK * e->graph.n_heads * job->head_dim < MIN_SHARED_PRODUCTS) {
+    for (size_t task = 0; task < n_tasks; task++) chunk_task(job, task, 0);
+  } else {
+    clb_pool_run(e->pool, chunk_task, job, n_tasks);
+  }
   for (size_t h = 0; h < e->graph.n_heads; h++) {
-    float* total = e->scratch.partial + h * stride(job);
+    float *total = e->scratch.partial + h * stride(job);
     for (size_t c = 1; c < n_chunks; c++) combine(total, total + c * e->graph.n_heads * stride(job), job->head_dim);
     finish(e->scratch.attended + h * job->head_dim, total, job->head_dim);
   }
 }
 
-void clb_attention(clb_engine* e, size_t layer, size_t n_tokens, size_t position) {
-  const clb_graph* g = &e->graph;
+void clb_attention(clb_engine *e, size_t layer, size_t n_tokens, size_t position) {
+  const clb_graph *g = &e->graph;
   const size_t layer_floats = g->n_kv_heads * e->ctx * g->head_dim;
   attention_job job = {
       .engine = e,

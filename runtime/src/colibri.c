@@ -24,27 +24,27 @@ struct colibri_model {
   pthread_t thread;
   bool started, running;
   colibri_status result;
-  uint32_t* tokens;  // [ctx]
+  uint32_t *tokens;  // [ctx]
   size_t n_tokens;
-  float* logits;
+  float *logits;
   size_t n_logits;
 };
 
-const char* colibri_version(void) {
+const char *colibri_version(void) {
   return "0.1.0";
 }
 
-const char* colibri_status_name(colibri_status status) {
-  static const char* const names[] = {"ok", "argument", "format",    "unsupported", "memory",
+const char *colibri_status_name(colibri_status status) {
+  static const char *const names[] = {"ok", "argument", "format",    "unsupported", "memory",
                                       "io", "numeric",  "cancelled", "busy"};
   return (size_t)status < sizeof names / sizeof *names ? names[status] : "unknown";
 }
 
-void colibri_options_init(colibri_options* options) {
+void colibri_options_init(colibri_options *options) {
   *options = (colibri_options){.struct_bytes = sizeof *options};
 }
 
-colibri_status colibri_estimate(const char* path, const colibri_options* options, colibri_memory* memory, char* error,
+colibri_status colibri_estimate(const char *path, const colibri_options *options, colibri_memory *memory, char *error,
                                 size_t error_bytes) {
   clb_engine engine = {.error = {error, error_bytes}};
   const colibri_status status = clb_engine_plan(&engine, path, options, memory);
@@ -55,7 +55,7 @@ colibri_status colibri_estimate(const char* path, const colibri_options* options
 // ---------------------------------------------------------------------------------------------------------------------
 // Open and close
 
-static bool init_thread_state(colibri_model* m) {
+static bool init_thread_state(colibri_model *m) {
   pthread_condattr_t attributes;
   pthread_condattr_init(&attributes);
   pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
@@ -66,12 +66,12 @@ static bool init_thread_state(colibri_model* m) {
   return m->tokens != NULL;
 }
 
-static void join_started(colibri_model* m) {
+static void join_started(colibri_model *m) {
   if (m->started) pthread_join(m->thread, NULL);
   m->started = false;
 }
 
-void colibri_close(colibri_model* m) {
+void colibri_close(colibri_model *m) {
   if (!m) return;
   colibri_cancel(m);
   join_started(m);
@@ -82,11 +82,11 @@ void colibri_close(colibri_model* m) {
   free(m);
 }
 
-colibri_status colibri_open(const char* path, const colibri_options* options, colibri_model** out, char* error,
+colibri_status colibri_open(const char *path, const colibri_options *options, colibri_model **out, char *error,
                             size_t error_bytes) {
   *out = NULL;
   clb_error target = {error, error_bytes};
-  colibri_model* m = calloc(1, sizeof *m);
+  colibri_model *m = calloc(1, sizeof *m);
   if (!m) return clb_fail(target, COLIBRI_ERROR_MEMORY, "no memory for a model");
   m->engine.error = target;
   colibri_status status = clb_engine_plan(&m->engine, path, options, &m->memory);
@@ -103,12 +103,12 @@ colibri_status colibri_open(const char* path, const colibri_options* options, co
   return COLIBRI_OK;
 }
 
-const char* colibri_error(const colibri_model* m) {
+const char *colibri_error(const colibri_model *m) {
   return m->error;
 }
 
-void colibri_get_info(const colibri_model* m, colibri_info* info) {
-  const clb_graph* g = &m->engine.graph;
+void colibri_get_info(const colibri_model *m, colibri_info *info) {
+  const clb_graph *g = &m->engine.graph;
   *info = (colibri_info){
       .n_layers = g->n_layers,
       .n_moe_layers = g->n_moe_layers,
@@ -128,11 +128,11 @@ void colibri_get_info(const colibri_model* m, colibri_info* info) {
   };
 }
 
-void colibri_get_memory(const colibri_model* m, colibri_memory* memory) {
+void colibri_get_memory(const colibri_model *m, colibri_memory *memory) {
   *memory = m->memory;
 }
 
-bool colibri_is_eos(const colibri_model* m, uint64_t token) {
+bool colibri_is_eos(const colibri_model *m, uint64_t token) {
   for (size_t i = 0; i < m->engine.graph.n_eos; i++) {
     if (m->engine.graph.eos_ids[i] == token) return true;
   }
@@ -142,7 +142,7 @@ bool colibri_is_eos(const colibri_model* m, uint64_t token) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Evaluation
 
-static colibri_status check_not_running(colibri_model* m) {
+static colibri_status check_not_running(colibri_model *m) {
   pthread_mutex_lock(&m->mutex);
   const bool running = m->running;
   pthread_mutex_unlock(&m->mutex);
@@ -150,8 +150,8 @@ static colibri_status check_not_running(colibri_model* m) {
   return running ? COLIBRI_BUSY : COLIBRI_OK;
 }
 
-static colibri_status check_input(colibri_model* m, const uint32_t* tokens, size_t n_tokens) {
-  const clb_engine* e = &m->engine;
+static colibri_status check_input(colibri_model *m, const uint32_t *tokens, size_t n_tokens) {
+  const clb_engine *e = &m->engine;
   for (size_t i = 0; i < n_tokens; i++) {
     if (tokens[i] < e->graph.vocab) continue;
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "token %zu of the input is %u; this model's ids end at %llu", i,
@@ -167,12 +167,12 @@ static colibri_status check_input(colibri_model* m, const uint32_t* tokens, size
   return COLIBRI_OK;
 }
 
-colibri_status colibri_check_input(colibri_model* m, const uint32_t* tokens, size_t n_tokens) {
+colibri_status colibri_check_input(colibri_model *m, const uint32_t *tokens, size_t n_tokens) {
   const colibri_status status = check_not_running(m);
   return status == COLIBRI_OK ? check_input(m, tokens, n_tokens) : status;
 }
 
-static colibri_status check_eval(colibri_model* m, const uint32_t* tokens, size_t n_tokens, const float* logits,
+static colibri_status check_eval(colibri_model *m, const uint32_t *tokens, size_t n_tokens, const float *logits,
                                  size_t n_logits) {
   const clb_error error = m->engine.error;
   if (n_tokens == 0) return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "evaluation of no tokens");
@@ -182,16 +182,16 @@ static colibri_status check_eval(colibri_model* m, const uint32_t* tokens, size_
   return check_input(m, tokens, n_tokens);
 }
 
-static colibri_status evaluate(colibri_model* m, const uint32_t* tokens, size_t n_tokens, float* logits,
+static colibri_status evaluate(colibri_model *m, const uint32_t *tokens, size_t n_tokens, float *logits,
                                size_t n_logits) {
-  clb_engine* e = &m->engine;
+  clb_engine *e = &m->engine;
   const size_t without_logits = n_tokens - n_logits;
   size_t done = 0;
   while (done < n_tokens) {
     const size_t n = n_tokens - done < e->batch_size ? n_tokens - done : e->batch_size;
     const size_t first = done < without_logits ? without_logits : done;  // whose logits are wanted
     const size_t wanted = first < done + n ? done + n - first : 0;
-    float* to = wanted ? logits + (first - without_logits) * e->graph.vocab : NULL;
+    float *to = wanted ? logits + (first - without_logits) * e->graph.vocab : NULL;
     const colibri_status status = clb_forward(e, tokens + done, n, m->position + done, to, wanted);
     if (status != COLIBRI_OK) return status;
     done += n;
@@ -200,7 +200,7 @@ static colibri_status evaluate(colibri_model* m, const uint32_t* tokens, size_t 
   return COLIBRI_OK;
 }
 
-colibri_status colibri_eval(colibri_model* m, const uint32_t* tokens, size_t n_tokens, float* logits, size_t n_logits) {
+colibri_status colibri_eval(colibri_model *m, const uint32_t *tokens, size_t n_tokens, float *logits, size_t n_logits) {
   colibri_status status = check_not_running(m);
   if (status == COLIBRI_OK) status = check_eval(m, tokens, n_tokens, logits, n_logits);
   if (status != COLIBRI_OK) return status;
@@ -208,8 +208,8 @@ colibri_status colibri_eval(colibri_model* m, const uint32_t* tokens, size_t n_t
   return evaluate(m, tokens, n_tokens, logits, n_logits);
 }
 
-static void* evaluation_thread(void* argument) {
-  colibri_model* m = argument;
+static void *evaluation_thread(void *argument) {
+  colibri_model *m = argument;
   const colibri_status status = evaluate(m, m->tokens, m->n_tokens, m->logits, m->n_logits);
   pthread_mutex_lock(&m->mutex);
   m->result = status;
@@ -219,7 +219,7 @@ static void* evaluation_thread(void* argument) {
   return NULL;
 }
 
-colibri_status colibri_eval_start(colibri_model* m, const uint32_t* tokens, size_t n_tokens, float* logits,
+colibri_status colibri_eval_start(colibri_model *m, const uint32_t *tokens, size_t n_tokens, float *logits,
                                   size_t n_logits) {
   colibri_status status = check_not_running(m);
   if (status == COLIBRI_OK) status = check_eval(m, tokens, n_tokens, logits, n_logits);
@@ -258,7 +258,7 @@ static struct timespec seconds_from_now(double seconds) {
   return t;
 }
 
-colibri_status colibri_wait(colibri_model* m, double seconds) {
+colibri_status colibri_wait(colibri_model *m, double seconds) {
   const bool for_ever = !(seconds >= 0 && seconds < 1e9);
   const struct timespec until = seconds_from_now(for_ever ? 0 : seconds);
   pthread_mutex_lock(&m->mutex);
@@ -272,15 +272,15 @@ colibri_status colibri_wait(colibri_model* m, double seconds) {
   return status;
 }
 
-void colibri_cancel(colibri_model* m) {
+void colibri_cancel(colibri_model *m) {
   atomic_store(&m->engine.cancelled, true);
 }
 
-uint64_t colibri_position(const colibri_model* m) {
+uint64_t colibri_position(const colibri_model *m) {
   return m->position;
 }
 
-colibri_status colibri_rewind(colibri_model* m, uint64_t position) {
+colibri_status colibri_rewind(colibri_model *m, uint64_t position) {
   const colibri_status status = check_not_running(m);
   if (status != COLIBRI_OK) return status;
   if (position > m->position) {
@@ -291,14 +291,14 @@ colibri_status colibri_rewind(colibri_model* m, uint64_t position) {
   return COLIBRI_OK;
 }
 
-colibri_status colibri_sanity_check(colibri_model* m) {
+colibri_status colibri_sanity_check(colibri_model *m) {
   const colibri_status running = check_not_running(m);
   if (running != COLIBRI_OK) return running;
-  clb_engine* e = &m->engine;
+  clb_engine *e = &m->engine;
   const uint64_t position = m->position;
   const uint32_t token =
       e->graph.bos_id >= 0 && (uint64_t)e->graph.bos_id < e->graph.vocab ? (uint32_t)e->graph.bos_id : 0;
-  float* logits = e->scratch.logits;
+  float *logits = e->scratch.logits;
   const clb_trace trace = e->trace;
   e->trace = (clb_trace){0};
   const colibri_status status = colibri_eval(m, &token, 1, logits, 1);
@@ -312,7 +312,7 @@ colibri_status colibri_sanity_check(colibri_model* m) {
                   (unsigned long long)e->graph.vocab, token);
 }
 
-colibri_status colibri_trace(colibri_model* m, uint32_t* experts, float* weights, size_t n_positions) {
+colibri_status colibri_trace(colibri_model *m, uint32_t *experts, float *weights, size_t n_positions) {
   const colibri_status status = check_not_running(m);
   if (status != COLIBRI_OK) return status;
   if (experts && !weights) {
@@ -325,7 +325,7 @@ colibri_status colibri_trace(colibri_model* m, uint32_t* experts, float* weights
 // ---------------------------------------------------------------------------------------------------------------------
 // Metrics
 
-void colibri_get_metrics(const colibri_model* m, colibri_metrics* metrics) {
+void colibri_get_metrics(const colibri_model *m, colibri_metrics *metrics) {
   clb_store_metrics store;
   clb_store_get_metrics(m->engine.store, &store);
   *metrics = m->engine.metrics;
@@ -337,7 +337,7 @@ void colibri_get_metrics(const colibri_model* m, colibri_metrics* metrics) {
   metrics->io_direct = store.direct;
 }
 
-void colibri_reset_metrics(colibri_model* m) {
+void colibri_reset_metrics(colibri_model *m) {
   clb_store_get_metrics(m->engine.store, &m->store_base);
   m->engine.metrics = (colibri_metrics){0};
 }

@@ -24,7 +24,7 @@ enum { CLB_ATTENTION_CHUNK = 256 };
 typedef struct {
   uint32_t type;
   size_t rows, cols, row_bytes;
-  const uint8_t* data;
+  const uint8_t *data;
 } clb_matrix;
 
 typedef struct {
@@ -34,56 +34,56 @@ typedef struct {
 } clb_layer;
 
 typedef struct {
-  void* pages;
+  void *pages;
   size_t n_bytes;
 } clb_arena;
 
 typedef struct {
-  float* x;             // [B, H] the residual stream
-  float* normed;        // [B, H]
-  float* q;             // [B, n_heads, head_dim]
+  float *x;             // [B, H] the residual stream
+  float *normed;        // [B, H]
+  float *q;             // [B, n_heads, head_dim]
   float *k, *v;         // [B, n_kv_heads, head_dim]
-  float* attended;      // [B, n_heads, head_dim]
-  float* projected;     // [B, H] attention's, the shared expert's or a dense layer's output
+  float *attended;      // [B, n_heads, head_dim]
+  float *projected;     // [B, H] attention's, the shared expert's or a dense layer's output
   float *cos, *sin;     // [B, rope_dim / 2]
-  float* scores;        // [threads, n_heads / n_kv_heads, CHUNK]
-  float* partial;       // [max(chunks, threads), n_heads, head_dim + 2]: output, maximum, sum
-  float* router;        // [B, E]
-  float* weights;       // [B, K]
-  float* gathered;      // [B, H] one expert's inputs
+  float *scores;        // [threads, n_heads / n_kv_heads, CHUNK]
+  float *partial;       // [max(chunks, threads), n_heads, head_dim + 2]: output, maximum, sum
+  float *router;        // [B, E]
+  float *weights;       // [B, K]
+  float *gathered;      // [B, H] one expert's inputs
   float *gate, *up;     // [B, widest feed-forward network]
-  float* pairs;         // [B * K, H] output of each (token, slot), grouped by expert
-  float* logits;        // [vocab] of the sanity check
-  uint32_t* chosen;     // [B, K] experts
-  uint32_t* pair_of;    // [B, K] row of `pairs`
-  uint32_t* token_of;   // [B * K] token of a row of `pairs`
-  uint32_t* start;      // [E + 1] first row of `pairs` of an expert
-  uint32_t* requested;  // [E] distinct experts
-  uint8_t* row;         // one row of the embedding as stored
+  float *pairs;         // [B * K, H] output of each (token, slot), grouped by expert
+  float *logits;        // [vocab] of the sanity check
+  uint32_t *chosen;     // [B, K] experts
+  uint32_t *pair_of;    // [B, K] row of `pairs`
+  uint32_t *token_of;   // [B * K] token of a row of `pairs`
+  uint32_t *start;      // [E + 1] first row of `pairs` of an expert
+  uint32_t *requested;  // [E] distinct experts
+  uint8_t *row;         // one row of the embedding as stored
 } clb_scratch;
 
 typedef struct {
-  uint32_t* experts;
-  float* weights;
+  uint32_t *experts;
+  float *weights;
   size_t n_positions;
 } clb_trace;
 
 typedef struct {
-  clb_container* container;
+  clb_container *container;
   clb_graph graph;
   uint64_t ctx, batch_size, cache_bytes;
   size_t n_threads, io_threads;
   bool check;  // checksums
 
-  const clb_kernels* kernels;
-  clb_pool* pool;
-  clb_store* store;
+  const clb_kernels *kernels;
+  clb_pool *pool;
+  clb_store *store;
   clb_file file;
 
   clb_arena resident, vectors, kv, scratch_memory;
-  clb_layer* layers;  // [n_layers]
+  clb_layer *layers;  // [n_layers]
   clb_matrix token_embd, output;
-  const float* output_norm;
+  const float *output_norm;
   bool embedding_on_demand;  // token_embd.data is NULL; rows are read when needed
   uint64_t embedding_offset;
   float *keys, *values;  // [n_layers, n_kv_heads, ctx, head_dim]
@@ -96,22 +96,22 @@ typedef struct {
 } clb_engine;
 
 // load.c: opening. clb_engine_plan reads metadata and decides every size; clb_engine_open does the rest.
-colibri_status clb_engine_plan(clb_engine* e, const char* path, const colibri_options* options, colibri_memory* memory);
-colibri_status clb_engine_open(clb_engine* e);
-void clb_engine_close(clb_engine* e);
+colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_options *options, colibri_memory *memory);
+colibri_status clb_engine_open(clb_engine *e);
+void clb_engine_close(clb_engine *e);
 
 // forward.c: evaluates n_tokens <= batch_size tokens at `position`. The logits of the last n_logits of them go to
 // `logits` [n_logits, vocab].
-colibri_status clb_forward(clb_engine* e, const uint32_t* tokens, size_t n_tokens, size_t position, float* logits,
+colibri_status clb_forward(clb_engine *e, const uint32_t *tokens, size_t n_tokens, size_t position, float *logits,
                            size_t n_logits);
-void clb_rms_norm(const clb_engine* e, const float* x, const float* weight, float* out, size_t n);
+void clb_rms_norm(const clb_engine *e, const float *x, const float *weight, float *out, size_t n);
 
 // attention.c: scratch.attended from scratch.q and the KV, of tokens at position, position + 1, ...
-void clb_attention(clb_engine* e, size_t layer, size_t n_tokens, size_t position);
+void clb_attention(clb_engine *e, size_t layer, size_t n_tokens, size_t position);
 
 // moe.c: adds the feed-forward network of scratch.normed to scratch.x.
-colibri_status clb_moe(clb_engine* e, size_t layer, size_t n_tokens, size_t position);
-void clb_dense(clb_engine* e, size_t layer, size_t n_tokens);
+colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens, size_t position);
+void clb_dense(clb_engine *e, size_t layer, size_t n_tokens);
 
 // linear.c: y[t, r] = w[r] . x[t] (+ bias[r]); with `up`: y[t, r] = silu(w[r] . x[t]) * (up[r] . x[t]).
 typedef struct {
@@ -124,7 +124,7 @@ typedef struct {
 enum { CLB_MAX_LINEARS = 4 };
 
 // Up to CLB_MAX_LINEARS at once. One thread computes each element.
-void clb_linear_run(clb_engine* e, const clb_linear* linears, size_t n);
+void clb_linear_run(clb_engine *e, const clb_linear *linears, size_t n);
 
 // memory.c
 uint64_t clb_available_memory(void);  // bytes the system and the control group have to give; 0 when unknown

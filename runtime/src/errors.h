@@ -7,12 +7,12 @@
 #include "colibri.h"
 
 typedef struct {
-  char* text;  // [size], always NUL-terminated; NULL when the caller wants none
+  char *text;  // [size], always NUL-terminated; NULL when the caller wants none
   size_t size;
 } clb_error;
 
 // Writes the text and returns `status`, so that a check is one line: return clb_fail(e, COLIBRI_ERROR_FORMAT, ...).
-colibri_status clb_fail(clb_error error, colibri_status status, const char* format, ...)
+colibri_status clb_fail(clb_error error, colibri_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
 #endif

@@ -7,13 +7,13 @@
 #include "engine.h"
 
 typedef struct {
-  clb_engine* engine;
+  clb_engine *engine;
   size_t layer, position;
-  const float* norm;
+  const float *norm;
   size_t first;  // token that task 0 is about
 } token_job;
 
-static colibri_status cancelled(const clb_engine* e) {
+static colibri_status cancelled(const clb_engine *e) {
   return clb_fail(e->error, COLIBRI_CANCELLED, "cancelled");
 }
 
@@ -21,7 +21,7 @@ static colibri_status cancelled(const clb_engine* e) {
 // Embedding
 
 // Reads row `token` of an embedding that is not in memory into scratch.
-static colibri_status read_embedding_row(clb_engine* e, uint32_t token) {
+static colibri_status read_embedding_row(clb_engine *e, uint32_t token) {
   const size_t n_bytes = e->token_embd.row_bytes;
   const uint64_t offset = e->embedding_offset + token * n_bytes;
   size_t done = 0;
@@ -38,9 +38,9 @@ static colibri_status read_embedding_row(clb_engine* e, uint32_t token) {
   return COLIBRI_OK;
 }
 
-static colibri_status embed(clb_engine* e, const uint32_t* tokens, size_t n_tokens) {
+static colibri_status embed(clb_engine *e, const uint32_t *tokens, size_t n_tokens) {
   for (size_t t = 0; t < n_tokens; t++) {
-    const uint8_t* row = e->scratch.row;
+    const uint8_t *row = e->scratch.row;
     if (e->embedding_on_demand) {
       const colibri_status status = read_embedding_row(e, tokens[t]);
       if (status != COLIBRI_OK) return status;
@@ -55,27 +55,27 @@ static colibri_status embed(clb_engine* e, const uint32_t* tokens, size_t n_toke
 // ---------------------------------------------------------------------------------------------------------------------
 // Norms and rope
 
-void clb_rms_norm(const clb_engine* e, const float* x, const float* weight, float* out, size_t n) {
+void clb_rms_norm(const clb_engine *e, const float *x, const float *weight, float *out, size_t n) {
   const float mean = clb_dot_f32(e->kernels, x, x, n) / (float)n;
   const float scale = (float)(1 / sqrt((double)(mean + (float)e->graph.norm_eps)));
   for (size_t i = 0; i < n; i++) out[i] = weight[i] * (x[i] * scale);
 }
 
-static void norm_task(void* context, size_t task, size_t worker) {
+static void norm_task(void *context, size_t task, size_t worker) {
   (void)worker;
-  const token_job* job = context;
-  const clb_scratch* s = &job->engine->scratch;
+  const token_job *job = context;
+  const clb_scratch *s = &job->engine->scratch;
   const size_t h = job->engine->graph.hidden;
   clb_rms_norm(job->engine, s->x + (job->first + task) * h, job->norm, s->normed + task * h, h);
 }
 
 // scratch.normed[0 .. n_tokens) from scratch.x[first .. first + n_tokens)
-static void norm(clb_engine* e, const float* weight, size_t first, size_t n_tokens) {
+static void norm(clb_engine *e, const float *weight, size_t first, size_t n_tokens) {
   clb_pool_run(e->pool, norm_task, &(token_job){.engine = e, .norm = weight, .first = first}, n_tokens);
 }
 
 // The angles are products in f32, as transformers has them; their cosine is as good as double makes it.
-static void fill_rope(clb_engine* e, size_t n_tokens, size_t position) {
+static void fill_rope(clb_engine *e, size_t n_tokens, size_t position) {
   const size_t half = e->graph.rope_dim / 2;
   const float factor = (float)e->graph.rope_factor;
   for (size_t t = 0; t < n_tokens; t++) {
@@ -87,7 +87,7 @@ static void fill_rope(clb_engine* e, size_t n_tokens, size_t position) {
   }
 }
 
-static void rotate(const clb_engine* e, float* head, size_t token) {
+static void rotate(const clb_engine *e, float *head, size_t token) {
   const size_t half = e->graph.rope_dim / 2;
   const float *cosines = e->scratch.cos + token * half, *sines = e->scratch.sin + token * half;
   const bool adjacent = e->graph.rope_pairing == CLB_ROPE_ADJACENT;
@@ -99,14 +99,14 @@ static void rotate(const clb_engine* e, float* head, size_t token) {
   }
 }
 
-static void norm_heads(const clb_engine* e, float* heads, const float* weight, size_t n_heads) {
+static void norm_heads(const clb_engine *e, float *heads, const float *weight, size_t n_heads) {
   const size_t d = e->graph.head_dim;
   if (e->graph.qk_norm == CLB_QK_NORM_FULL) clb_rms_norm(e, heads, weight, heads, n_heads * d);
   if (e->graph.qk_norm != CLB_QK_NORM_HEAD) return;
   for (size_t h = 0; h < n_heads; h++) clb_rms_norm(e, heads + h * d, weight, heads + h * d, d);
 }
 
-static void clip(const clb_engine* e, float* x, size_t n) {
+static void clip(const clb_engine *e, float *x, size_t n) {
   const float limit = (float)e->graph.clip_qkv;
   if (limit == 0) return;
   for (size_t i = 0; i < n; i++) {
@@ -116,12 +116,12 @@ static void clip(const clb_engine* e, float* x, size_t n) {
 }
 
 // What happens to q, k and v of one token between their projection and attention; k and v go into the KV.
-static void heads_task(void* context, size_t task, size_t worker) {
+static void heads_task(void *context, size_t task, size_t worker) {
   (void)worker;
-  const token_job* job = context;
-  clb_engine* e = job->engine;
-  const clb_graph* g = &e->graph;
-  const clb_layer* layer = &e->layers[job->layer];
+  const token_job *job = context;
+  clb_engine *e = job->engine;
+  const clb_graph *g = &e->graph;
+  const clb_layer *layer = &e->layers[job->layer];
   const size_t d = g->head_dim, n_q = g->n_heads * d, n_kv = g->n_kv_heads * d;
   float *q = e->scratch.q + task * n_q, *k = e->scratch.k + task * n_kv, *v = e->scratch.v + task * n_kv;
   norm_heads(e, q, layer->q_norm, g->n_heads);
@@ -141,10 +141,10 @@ static void heads_task(void* context, size_t task, size_t worker) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Layers
 
-static void attention_block(clb_engine* e, size_t i, size_t n_tokens, size_t position) {
-  const clb_graph* g = &e->graph;
-  const clb_layer* l = &e->layers[i];
-  const clb_scratch* s = &e->scratch;
+static void attention_block(clb_engine *e, size_t i, size_t n_tokens, size_t position) {
+  const clb_graph *g = &e->graph;
+  const clb_layer *l = &e->layers[i];
+  const clb_scratch *s = &e->scratch;
   const size_t n_q = g->n_heads * g->head_dim, n_kv = g->n_kv_heads * g->head_dim;
   norm(e, l->attn_norm, 0, n_tokens);
   const clb_linear qkv[] = {
@@ -167,7 +167,7 @@ static void attention_block(clb_engine* e, size_t i, size_t n_tokens, size_t pos
   clb_axpy_f32(e->kernels, s->x, s->projected, 1, n_tokens * g->hidden);
 }
 
-static colibri_status head(clb_engine* e, size_t n_tokens, size_t position, float* logits, size_t n_logits) {
+static colibri_status head(clb_engine *e, size_t n_tokens, size_t position, float *logits, size_t n_logits) {
   const size_t h = e->graph.hidden, vocab = e->graph.vocab, first = n_tokens - n_logits;
   if (n_logits == 0) return COLIBRI_OK;
   norm(e, e->output_norm, first, n_logits);
@@ -184,7 +184,7 @@ static colibri_status head(clb_engine* e, size_t n_tokens, size_t position, floa
   return COLIBRI_OK;
 }
 
-colibri_status clb_forward(clb_engine* e, const uint32_t* tokens, size_t n_tokens, size_t position, float* logits,
+colibri_status clb_forward(clb_engine *e, const uint32_t *tokens, size_t n_tokens, size_t position, float *logits,
                            size_t n_logits) {
   const double start = clb_seconds();
   colibri_status status = embed(e, tokens, n_tokens);

@@ -12,33 +12,33 @@ enum { MAX_LAYERS = 4096, MAX_WIDTH = 1 << 20, MAX_HEADS = 1 << 12, MAX_HEAD_DIM
 static const uint64_t MAX_VOCAB = UINT64_C(1) << 28, MAX_CONTEXT = UINT64_C(1) << 31;
 
 typedef struct {
-  const clb_container* container;
-  clb_graph* graph;
+  const clb_container *container;
+  clb_graph *graph;
   clb_error error;
 } loader;
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Spec keys
 
-static const char* const KNOWN_GRAPH_KEYS[] = {
+static const char *const KNOWN_GRAPH_KEYS[] = {
     "attention",     "n_heads",     "n_kv_heads", "head_dim",     "attention_scale", "qkv_bias",     "o_bias",
     "qk_norm",       "clip_qkv",    "windows",    "norm",         "norm_eps",        "rope_dim",     "rope_pairing",
     "rope_inv_freq", "rope_factor", "activation", "router_score", "router_norm",     "router_scale", "shared_width",
     "shared_gated",  "dense_width",
 };
 
-static bool is_known_graph_key(const char* key, size_t n_bytes) {
+static bool is_known_graph_key(const char *key, size_t n_bytes) {
   for (size_t i = 0; i < sizeof KNOWN_GRAPH_KEYS / sizeof *KNOWN_GRAPH_KEYS; i++) {
     if (strlen(KNOWN_GRAPH_KEYS[i]) == n_bytes && memcmp(KNOWN_GRAPH_KEYS[i], key, n_bytes) == 0) return true;
   }
   return false;
 }
 
-static colibri_status check_keys_known(const loader* l) {
+static colibri_status check_keys_known(const loader *l) {
   static const char prefix[] = "graph.";
   const size_t n_prefix = sizeof prefix - 1;
   for (size_t i = 0; i < clb_spec_n_keys(l->container); i++) {
-    const clb_kv* kv = clb_spec_at(l->container, i);
+    const clb_kv *kv = clb_spec_at(l->container, i);
     if (kv->key_bytes < n_prefix || memcmp(kv->key, prefix, n_prefix) != 0) continue;
     if (!is_known_graph_key(kv->key + n_prefix, kv->key_bytes - n_prefix)) {
       return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED,
@@ -50,24 +50,24 @@ static colibri_status check_keys_known(const loader* l) {
   return COLIBRI_OK;
 }
 
-static colibri_status check_executable(const loader* l) {
+static colibri_status check_executable(const loader *l) {
   bool executable = false;
   if (!clb_spec_bool(l->container, "executable", &executable)) {
     return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: key 'executable' (bool) is missing");
   }
   if (executable) return COLIBRI_OK;
-  const char* why = "the spec does not say why";
+  const char *why = "the spec does not say why";
   size_t n_bytes = strlen(why);
   clb_spec_string(l->container, "executable_lacks", &why, &n_bytes);
   return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "this container cannot be executed: %.*s", (int)n_bytes, why);
 }
 
-static colibri_status bad_key(const loader* l, const char* key, const char* type) {
+static colibri_status bad_key(const loader *l, const char *key, const char *type) {
   return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: expected key '%s' of type %s, found %s", key, type,
                   clb_spec_find(l->container, key) ? "another type" : "no such key");
 }
 
-static colibri_status read_u64(const loader* l, const char* key, uint64_t min, uint64_t max, uint64_t* out) {
+static colibri_status read_u64(const loader *l, const char *key, uint64_t min, uint64_t max, uint64_t *out) {
   if (!clb_spec_u64(l->container, key, out)) return bad_key(l, key, "u64");
   if (*out >= min && *out <= max) return COLIBRI_OK;
   return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: %s: expected %llu to %llu, found %llu", key,
@@ -75,21 +75,21 @@ static colibri_status read_u64(const loader* l, const char* key, uint64_t min, u
 }
 
 // A finite number that fits f32, in which it is used.
-static colibri_status read_f64(const loader* l, const char* key, double min, double* out) {
+static colibri_status read_f64(const loader *l, const char *key, double min, double *out) {
   if (!clb_spec_f64(l->container, key, out)) return bad_key(l, key, "f64");
   if (isfinite((float)*out) && *out >= min) return COLIBRI_OK;
   return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: %s: expected a finite number from %g, found %g", key, min,
                   *out);
 }
 
-static colibri_status read_bool(const loader* l, const char* key, bool* out) {
+static colibri_status read_bool(const loader *l, const char *key, bool *out) {
   return clb_spec_bool(l->container, key, out) ? COLIBRI_OK : bad_key(l, key, "bool");
 }
 
 // One of the words, by its number.
-static colibri_status read_word(const loader* l, const char* key, const char* const* words, size_t n_words,
-                                size_t* out) {
-  const char* value;
+static colibri_status read_word(const loader *l, const char *key, const char *const *words, size_t n_words,
+                                size_t *out) {
+  const char *value;
   size_t n_bytes;
   if (!clb_spec_string(l->container, key, &value, &n_bytes)) return bad_key(l, key, "string");
   for (size_t i = 0; i < n_words; i++) {
@@ -109,8 +109,8 @@ static colibri_status read_word(const loader* l, const char* key, const char* co
   } while (0)
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
-static colibri_status read_sizes(loader* l) {
-  clb_graph* g = l->graph;
+static colibri_status read_sizes(loader *l) {
+  clb_graph *g = l->graph;
   TRY(read_u64(l, "n_layers", 1, MAX_LAYERS, &g->n_layers));
   TRY(read_u64(l, "hidden_size", 1, MAX_WIDTH, &g->hidden));
   TRY(read_u64(l, "vocab_size", 1, MAX_VOCAB, &g->vocab));
@@ -134,11 +134,11 @@ static colibri_status read_sizes(loader* l) {
   return COLIBRI_OK;
 }
 
-static colibri_status read_switches(loader* l) {
+static colibri_status read_switches(loader *l) {
   static const char *const attention[] = {"gqa"}, *const norm[] = {"rms"}, *const activation[] = {"silu"},
                            *const score[] = {"softmax"}, *const qk_norm[] = {"none", "head", "full"},
                            *const pairing[] = {"half", "adjacent"};
-  clb_graph* g = l->graph;
+  clb_graph *g = l->graph;
   size_t word = 0;
   TRY(read_word(l, "graph.attention", attention, COUNT(attention), &word));
   TRY(read_word(l, "graph.norm", norm, COUNT(norm), &word));
@@ -159,7 +159,7 @@ static colibri_status read_switches(loader* l) {
   return read_bool(l, "graph.shared_gated", &g->shared_gated);
 }
 
-static colibri_status read_u64_array(const loader* l, const char* key, uint64_t n_expected, const uint64_t** out) {
+static colibri_status read_u64_array(const loader *l, const char *key, uint64_t n_expected, const uint64_t **out) {
   size_t n;
   if (!clb_spec_u64_array(l->container, key, out, &n)) return bad_key(l, key, "array of u64");
   if (n == n_expected) return COLIBRI_OK;
@@ -167,8 +167,8 @@ static colibri_status read_u64_array(const loader* l, const char* key, uint64_t 
                   (unsigned long long)n_expected, n);
 }
 
-static colibri_status read_arrays(loader* l) {
-  clb_graph* g = l->graph;
+static colibri_status read_arrays(loader *l) {
+  clb_graph *g = l->graph;
   size_t n;
   if (!clb_spec_f64_array(l->container, "graph.rope_inv_freq", &g->rope_inv_freq, &n)) {
     return bad_key(l, "graph.rope_inv_freq", "array of f64");
@@ -203,7 +203,7 @@ static colibri_status read_arrays(loader* l) {
 
 static const struct {
   uint16_t role;
-  const char* name;
+  const char *name;
 } ROLE_NAMES[] = {
     {CLB_ROLE_TOKEN_EMBD, "token_embd"},   {CLB_ROLE_OUTPUT, "output"},
     {CLB_ROLE_OUTPUT_NORM, "output_norm"}, {CLB_ROLE_ROPE_FACTORS, "rope_factors"},
@@ -219,14 +219,14 @@ static const struct {
     {CLB_ROLE_SHARED_DOWN, "shared_down"}, {CLB_ROLE_SHARED_ROUTER, "shared_router"},
 };
 
-static const char* role_name(uint16_t role) {
+static const char *role_name(uint16_t role) {
   for (size_t i = 0; i < COUNT(ROLE_NAMES); i++) {
     if (ROLE_NAMES[i].role == role) return ROLE_NAMES[i].name;
   }
   return "other";
 }
 
-static colibri_status wrong_shape(const loader* l, const clb_tensor* t, uint64_t rows, uint64_t cols) {
+static colibri_status wrong_shape(const loader *l, const clb_tensor *t, uint64_t rows, uint64_t cols) {
   char found[96] = "", expected[64];
   size_t used = 0;
   for (size_t i = 0; i < t->n_dims; i++) {
@@ -244,9 +244,9 @@ static colibri_status wrong_shape(const loader* l, const clb_tensor* t, uint64_t
 }
 
 // The tensor of a role: a matrix [rows, cols], or a vector [cols] when rows is 0.
-static colibri_status find(const loader* l, const clb_tensor** out, uint16_t role, int32_t layer, uint64_t rows,
+static colibri_status find(const loader *l, const clb_tensor **out, uint16_t role, int32_t layer, uint64_t rows,
                            uint64_t cols) {
-  const clb_tensor* t = clb_container_find(l->container, role, layer);
+  const clb_tensor *t = clb_container_find(l->container, role, layer);
   if (!t || t->group == CLB_GROUP_OPTIONAL) {
     if (layer < 0) return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "the tensor %s is missing", role_name(role));
     return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "layer %d: the tensor %s is missing", layer, role_name(role));
@@ -255,7 +255,7 @@ static colibri_status find(const loader* l, const clb_tensor** out, uint16_t rol
   bool row_vector = role == CLB_ROLE_SHARED_ROUTER && found_rows == 1;  // [1, hidden] in Hugging Face form
   if (t->n_dims > 2 || found_cols != cols || (found_rows != rows && !row_vector)) return wrong_shape(l, t, rows, cols);
   uint64_t row_bytes;
-  const clb_type* type = clb_type_by_id(t->type);
+  const clb_type *type = clb_type_by_id(t->type);
   if (!type || !clb_row_bytes(type, cols, &row_bytes)) {
     return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "tensor %.*s (%s, layer %d): type number %u is not executed",
                     (int)t->name_bytes, t->name, role_name(role), layer, t->type);
@@ -264,8 +264,8 @@ static colibri_status find(const loader* l, const clb_tensor** out, uint16_t rol
   return COLIBRI_OK;
 }
 
-static colibri_status find_attention(const loader* l, clb_graph_layer* layer, int32_t i) {
-  const clb_graph* g = l->graph;
+static colibri_status find_attention(const loader *l, clb_graph_layer *layer, int32_t i) {
+  const clb_graph *g = l->graph;
   const uint64_t h = g->hidden, q = g->n_heads * g->head_dim, kv = g->n_kv_heads * g->head_dim;
   TRY(find(l, &layer->attn_norm, CLB_ROLE_ATTN_NORM, i, 0, h));
   TRY(find(l, &layer->q, CLB_ROLE_ATTN_Q, i, q, h));
@@ -286,7 +286,7 @@ static colibri_status find_attention(const loader* l, clb_graph_layer* layer, in
   return find(l, &layer->ffn_norm, CLB_ROLE_FFN_NORM, i, 0, h);
 }
 
-static colibri_status find_gated(const loader* l, clb_graph_layer* layer, int32_t i, uint16_t gate_role,
+static colibri_status find_gated(const loader *l, clb_graph_layer *layer, int32_t i, uint16_t gate_role,
                                  uint64_t width) {
   const uint64_t h = l->graph->hidden;
   TRY(find(l, &layer->gate, gate_role, i, width, h));
@@ -294,8 +294,8 @@ static colibri_status find_gated(const loader* l, clb_graph_layer* layer, int32_
   return find(l, &layer->down, (uint16_t)(gate_role + 2), i, h, width);
 }
 
-static colibri_status find_moe(const loader* l, clb_graph_layer* layer, int32_t i) {
-  clb_graph* g = l->graph;
+static colibri_status find_moe(const loader *l, clb_graph_layer *layer, int32_t i) {
+  clb_graph *g = l->graph;
   ptrdiff_t row = clb_container_row_of(l->container, 0, i);
   if (row < 0) return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "layer %d: the expert index has no row for it", i);
   layer->row = (size_t)row;
@@ -312,8 +312,8 @@ static colibri_status find_moe(const loader* l, clb_graph_layer* layer, int32_t 
   return find(l, &layer->shared_router, CLB_ROLE_SHARED_ROUTER, i, 0, g->hidden);
 }
 
-static bool layer_uses(const clb_graph_layer* layer, const clb_tensor* t) {
-  const clb_tensor* const used[] = {
+static bool layer_uses(const clb_graph_layer *layer, const clb_tensor *t) {
+  const clb_tensor *const used[] = {
       layer->attn_norm,
       layer->q,
       layer->k,
@@ -340,10 +340,10 @@ static bool layer_uses(const clb_graph_layer* layer, const clb_tensor* t) {
 
 // A bias that is there but switched off in the spec would be a silent fault, so every tensor needed at run time by its
 // group must be one that is used. Rope factors are already part of graph.rope_inv_freq.
-static colibri_status check_all_used(const loader* l) {
-  const clb_graph* g = l->graph;
+static colibri_status check_all_used(const loader *l) {
+  const clb_graph *g = l->graph;
   for (size_t i = 0; i < clb_container_n_tensors(l->container); i++) {
-    const clb_tensor* t = clb_container_tensor(l->container, i);
+    const clb_tensor *t = clb_container_tensor(l->container, i);
     if (t->group == CLB_GROUP_OPTIONAL || t->role == CLB_ROLE_ROPE_FACTORS) continue;
     bool used = t == g->token_embd || t == g->output || t == g->output_norm;
     if (t->layer >= 0 && (uint64_t)t->layer < g->n_layers) used = used || layer_uses(&g->layers[t->layer], t);
@@ -356,13 +356,13 @@ static colibri_status check_all_used(const loader* l) {
   return COLIBRI_OK;
 }
 
-static colibri_status find_tensors(loader* l) {
-  clb_graph* g = l->graph;
+static colibri_status find_tensors(loader *l) {
+  clb_graph *g = l->graph;
   TRY(find(l, &g->token_embd, CLB_ROLE_TOKEN_EMBD, -1, g->vocab, g->hidden));
   TRY(find(l, &g->output, CLB_ROLE_OUTPUT, -1, g->vocab, g->hidden));
   TRY(find(l, &g->output_norm, CLB_ROLE_OUTPUT_NORM, -1, 0, g->hidden));
   for (size_t i = 0; i < g->n_layers; i++) {
-    clb_graph_layer* layer = &g->layers[i];
+    clb_graph_layer *layer = &g->layers[i];
     TRY(find_attention(l, layer, (int32_t)i));
     if (layer->moe) {
       TRY(find_moe(l, layer, (int32_t)i));
@@ -376,7 +376,7 @@ static colibri_status find_tensors(loader* l) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Experts
 
-static colibri_status check_part(const loader* l, uint32_t layout, const clb_part* part) {
+static colibri_status check_part(const loader *l, uint32_t layout, const clb_part *part) {
   if (part->role > CLB_PART_DOWN) {
     return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "layout %u: expert biases are not executed by this version",
                     layout);
@@ -386,7 +386,7 @@ static colibri_status check_part(const loader* l, uint32_t layout, const clb_par
                     layout, part->permutation);
   }
   uint64_t row_bytes;
-  const clb_type* type = clb_type_by_id(part->type);
+  const clb_type *type = clb_type_by_id(part->type);
   if (!type || !clb_row_bytes(type, part->cols, &row_bytes)) {
     return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "layout %u: type number %u is not executed", layout,
                     part->type);
@@ -394,10 +394,10 @@ static colibri_status check_part(const loader* l, uint32_t layout, const clb_par
   return COLIBRI_OK;
 }
 
-static colibri_status check_layouts(const loader* l) {
-  clb_graph* g = l->graph;
+static colibri_status check_layouts(const loader *l) {
+  clb_graph *g = l->graph;
   for (size_t i = 0; i < clb_container_n_layouts(l->container); i++) {
-    const clb_layout* layout = clb_container_layout(l->container, (uint32_t)i);
+    const clb_layout *layout = clb_container_layout(l->container, (uint32_t)i);
     for (size_t p = 0; p < layout->n_parts; p++) {
       TRY(check_part(l, (uint32_t)i, &layout->parts[p]));
       if (layout->parts[p].role == CLB_PART_GATE && layout->parts[p].rows > g->max_width) {
@@ -412,7 +412,7 @@ static colibri_status check_layouts(const loader* l) {
   return COLIBRI_OK;
 }
 
-colibri_status clb_graph_load(const clb_container* container, clb_graph* graph, clb_error error) {
+colibri_status clb_graph_load(const clb_container *container, clb_graph *graph, clb_error error) {
   *graph = (clb_graph){0};
   loader l = {container, graph, error};
   TRY(check_executable(&l));
@@ -424,7 +424,7 @@ colibri_status clb_graph_load(const clb_container* container, clb_graph* graph, 
   return check_layouts(&l);
 }
 
-void clb_graph_free(clb_graph* graph) {
+void clb_graph_free(clb_graph *graph) {
   free(graph->layers);
   *graph = (clb_graph){0};
 }

@@ -33,16 +33,16 @@ typedef struct {
   bool qkv_bias, o_bias, router_norm, shared_gated;
   clb_qk_norm qk_norm;
   clb_rope_pairing rope_pairing;
-  const double* rope_inv_freq;  // [rope_dim / 2], of the container
+  const double *rope_inv_freq;  // [rope_dim / 2], of the container
   int64_t bos_id;
-  const uint64_t* eos_ids;  // [n_eos], of the container
+  const uint64_t *eos_ids;  // [n_eos], of the container
   size_t n_eos;
   const clb_tensor *token_embd, *output, *output_norm;
-  clb_graph_layer* layers;  // [n_layers]
+  clb_graph_layer *layers;  // [n_layers]
 } clb_graph;
 
 // Fills `graph`, which points into `container`. Free it in any case.
-colibri_status clb_graph_load(const clb_container* container, clb_graph* graph, clb_error error);
-void clb_graph_free(clb_graph* graph);
+colibri_status clb_graph_load(const clb_container *container, clb_graph *graph, clb_error error);
+void clb_graph_free(clb_graph *graph);
 
 #endif

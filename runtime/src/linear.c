@@ -8,8 +8,8 @@ enum {
 };
 
 typedef struct {
-  const clb_engine* engine;
-  const clb_linear* linears;
+  const clb_engine *engine;
+  const clb_linear *linears;
   size_t n;
   size_t rows_per_task[CLB_MAX_LINEARS];
   size_t first_task[CLB_MAX_LINEARS + 1];
@@ -19,17 +19,17 @@ static size_t round_up(size_t n, size_t step) {
   return (n + step - 1) / step * step;
 }
 
-static void multiply(const clb_engine* e, const clb_linear* l, const clb_matrix* w, float* y, size_t row0,
+static void multiply(const clb_engine *e, const clb_linear *l, const clb_matrix *w, float *y, size_t row0,
                      size_t row1) {
   clb_matmul_rows(e->kernels, w->type, w->data, w->row_bytes, w->cols, row0, row1, l->x, l->ldx, l->n_tokens, y,
                   l->ldy);
 }
 
-static void run_rows(const clb_engine* e, const clb_linear* l, size_t row0, size_t row1) {
+static void run_rows(const clb_engine *e, const clb_linear *l, size_t row0, size_t row1) {
   multiply(e, l, l->w, l->y, row0, row1);
   if (l->up) multiply(e, l, l->up, l->y_up, row0, row1);
   for (size_t t = 0; t < l->n_tokens; t++) {
-    float* y = l->y + t * l->ldy;
+    float *y = l->y + t * l->ldy;
     if (l->bias) {
       for (size_t r = row0; r < row1; r++) y[r] += l->bias[r];
     }
@@ -37,21 +37,21 @@ static void run_rows(const clb_engine* e, const clb_linear* l, size_t row0, size
   }
 }
 
-static void linear_task(void* context, size_t task, size_t worker) {
+static void linear_task(void *context, size_t task, size_t worker) {
   (void)worker;
-  const linear_job* job = context;
+  const linear_job *job = context;
   size_t i = 0;
   while (task >= job->first_task[i + 1]) i++;
-  const clb_linear* l = &job->linears[i];
+  const clb_linear *l = &job->linears[i];
   size_t row0 = (task - job->first_task[i]) * job->rows_per_task[i];
   size_t row1 = row0 + job->rows_per_task[i];
   run_rows(job->engine, l, row0, row1 < l->w->rows ? row1 : l->w->rows);
 }
 
-void clb_linear_run(clb_engine* e, const clb_linear* linears, size_t n) {
+void clb_linear_run(clb_engine *e, const clb_linear *linears, size_t n) {
   linear_job job = {.engine = e, .linears = linears, .n = n};
   for (size_t i = 0; i < n; i++) {
-    const clb_linear* l = &linears[i];
+    const clb_linear *l = &linears[i];
     size_t products_per_row = l->w->cols * l->n_tokens * (l->up ? 2 : 1);
     size_t least = MIN_TASK_PRODUCTS / (products_per_row + 1) + 1;
     size_t fair = l->w->rows / (clb_pool_threads(e->pool) * TASKS_PER_THREAD) + 1;

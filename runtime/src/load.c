@@ -35,7 +35,7 @@ static uint64_t smaller(uint64_t a, uint64_t b) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Options
 
-static colibri_status check_options(clb_engine* e, const colibri_options* o) {
+static colibri_status check_options(clb_engine *e, const colibri_options *o) {
   const uint64_t limit = e->graph.context_length;
   if (o->ctx > smaller(limit, MAX_CTX)) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu: this model allows up to %llu",
@@ -65,12 +65,12 @@ static colibri_status check_options(clb_engine* e, const colibri_options* o) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes
 
-static bool is_vector(const clb_tensor* t) {
+static bool is_vector(const clb_tensor *t) {
   return t->n_dims == 1 || t->role == CLB_ROLE_SHARED_ROUTER;
 }
 
 // Whether the tensor's bytes are held in memory: all that the graph uses, but an embedding that is no head as well.
-static bool is_resident(const clb_engine* e, const clb_tensor* t) {
+static bool is_resident(const clb_engine *e, const clb_tensor *t) {
   if (t->group == CLB_GROUP_OPTIONAL || t->role == CLB_ROLE_ROPE_FACTORS) return false;
   return !(e->embedding_on_demand && t->role == CLB_ROLE_TOKEN_EMBD);
 }
@@ -80,16 +80,16 @@ typedef struct {
   uint64_t arena_offset;
 } file_range;
 
-static int by_offset(const void* left, const void* right) {
+static int by_offset(const void *left, const void *right) {
   const file_range *a = left, *b = right;
   return a->offset < b->offset ? -1 : a->offset > b->offset;
 }
 
 // The stretches of the file that hold resident tensors, merged. `ranges` has room for all tensors.
-static size_t resident_ranges(const clb_engine* e, file_range* ranges, uint64_t* n_bytes) {
+static size_t resident_ranges(const clb_engine *e, file_range *ranges, uint64_t *n_bytes) {
   size_t n = 0;
   for (size_t i = 0; i < clb_container_n_tensors(e->container); i++) {
-    const clb_tensor* t = clb_container_tensor(e->container, i);
+    const clb_tensor *t = clb_container_tensor(e->container, i);
     if (!is_resident(e, t)) continue;
     const uint64_t offset = t->offset / CLB_IO_UNIT * CLB_IO_UNIT;
     ranges[n++] = (file_range){.offset = offset, .end = align_up(t->offset + t->bytes, CLB_IO_UNIT)};
@@ -112,32 +112,32 @@ static size_t resident_ranges(const clb_engine* e, file_range* ranges, uint64_t*
 }
 
 // Norms, biases and the shared router are held as f32.
-static uint64_t vector_floats(const clb_engine* e) {
+static uint64_t vector_floats(const clb_engine *e) {
   uint64_t n = 0;
   for (size_t i = 0; i < clb_container_n_tensors(e->container); i++) {
-    const clb_tensor* t = clb_container_tensor(e->container, i);
+    const clb_tensor *t = clb_container_tensor(e->container, i);
     if (is_resident(e, t) && is_vector(t)) n += align_up(t->shape[t->n_dims - 1], VECTOR_ALIGNMENT);
   }
   return n;
 }
 
-static void* take(uint8_t* base, uint64_t* used, uint64_t n_bytes) {
-  uint8_t* place = base ? base + *used : NULL;
+static void *take(uint8_t *base, uint64_t *used, uint64_t n_bytes) {
+  uint8_t *place = base ? base + *used : NULL;
   *used += align_up(n_bytes, SCRATCH_ALIGNMENT);
   return place;
 }
 
-static float* take_floats(uint8_t* base, uint64_t* used, uint64_t n) {
+static float *take_floats(uint8_t *base, uint64_t *used, uint64_t n) {
   return take(base, used, n * sizeof(float));
 }
-static uint32_t* take_ids(uint8_t* base, uint64_t* used, uint64_t n) {
+static uint32_t *take_ids(uint8_t *base, uint64_t *used, uint64_t n) {
   return take(base, used, n * sizeof(uint32_t));
 }
 
 // Places scratch at base, or only measures it when base is NULL. Returns its bytes.
-static uint64_t place_scratch(clb_engine* e, uint8_t* base) {
-  const clb_graph* g = &e->graph;
-  clb_scratch* s = &e->scratch;
+static uint64_t place_scratch(clb_engine *e, uint8_t *base) {
+  const clb_graph *g = &e->graph;
+  clb_scratch *s = &e->scratch;
   const uint64_t b = e->batch_size, h = g->hidden, d = g->head_dim, group = g->n_heads / g->n_kv_heads;
   const uint64_t width = larger(g->max_width, larger(g->shared_width, g->dense_width));
   const uint64_t parts = larger(e->ctx / CLB_ATTENTION_CHUNK + 1, 2 * e->n_threads);
@@ -169,12 +169,12 @@ static uint64_t place_scratch(clb_engine* e, uint8_t* base) {
   return used;
 }
 
-static clb_matrix matrix_of(const clb_tensor* t) {
+static clb_matrix matrix_of(const clb_tensor *t) {
   return (clb_matrix){
       .type = t->type, .rows = t->shape[0], .cols = t->shape[1], .row_bytes = t->bytes / t->shape[0], .data = NULL};
 }
 
-static colibri_status plan_cache(clb_engine* e, uint64_t asked, colibri_memory* m) {
+static colibri_status plan_cache(clb_engine *e, uint64_t asked, colibri_memory *m) {
   clb_store_sizes sizes;
   clb_store_measure(e->container, &sizes);
   m->min_cache_bytes = sizes.minimum_bytes;
@@ -192,11 +192,11 @@ static colibri_status plan_cache(clb_engine* e, uint64_t asked, colibri_memory* 
   return COLIBRI_OK;
 }
 
-static colibri_status plan_memory(clb_engine* e, uint64_t cache_asked, colibri_memory* m) {
-  const clb_graph* g = &e->graph;
+static colibri_status plan_memory(clb_engine *e, uint64_t cache_asked, colibri_memory *m) {
+  const clb_graph *g = &e->graph;
   *m = (colibri_memory){
       .ctx = e->ctx, .context_length = g->context_length, .metadata_bytes = clb_container_data_offset(e->container)};
-  file_range* ranges = calloc(clb_container_n_tensors(e->container), sizeof *ranges);
+  file_range *ranges = calloc(clb_container_n_tensors(e->container), sizeof *ranges);
   if (!ranges) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the tensor table");
   resident_ranges(e, ranges, &e->resident.n_bytes);
   free(ranges);
@@ -212,8 +212,8 @@ static colibri_status plan_memory(clb_engine* e, uint64_t cache_asked, colibri_m
   return COLIBRI_OK;
 }
 
-colibri_status clb_engine_plan(clb_engine* e, const char* path, const colibri_options* options,
-                               colibri_memory* memory) {
+colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_options *options,
+                               colibri_memory *memory) {
   e->file.fd = -1;
   colibri_options defaults;
   colibri_options_init(&defaults);
@@ -237,46 +237,46 @@ colibri_status clb_engine_plan(clb_engine* e, const char* path, const colibri_op
 // Reading
 
 typedef struct {
-  clb_engine* engine;
-  const file_range* ranges;
+  clb_engine *engine;
+  const file_range *ranges;
   size_t n_ranges;
   _Atomic int read_error;          // errno of a failed read
   _Atomic uint64_t failed_offset;  // of that read
   _Atomic size_t failed_tensor;    // index + 1 of a tensor whose checksum is wrong
 } load_job;
 
-static size_t range_tasks(const file_range* r) {
+static size_t range_tasks(const file_range *r) {
   return (size_t)((r->end - r->offset + READ_BYTES - 1) / READ_BYTES);
 }
 
-static void read_task(void* context, size_t task, size_t worker) {
+static void read_task(void *context, size_t task, size_t worker) {
   (void)worker;
-  load_job* job = context;
-  const file_range* r = job->ranges;
+  load_job *job = context;
+  const file_range *r = job->ranges;
   while (task >= range_tasks(r)) task -= range_tasks(r++);
   const uint64_t done = (uint64_t)task * READ_BYTES, left = r->end - r->offset - done;
-  uint8_t* to = (uint8_t*)job->engine->resident.pages + r->arena_offset + done;
+  uint8_t *to = (uint8_t *)job->engine->resident.pages + r->arena_offset + done;
   const int failure = clb_file_read(&job->engine->file, r->offset + done, to, (size_t)smaller(left, READ_BYTES));
   if (failure == 0) return;
   atomic_store(&job->failed_offset, r->offset + done);
   atomic_store(&job->read_error, failure);
 }
 
-static uint8_t* locate(const load_job* job, uint64_t offset) {
-  const file_range* r = job->ranges;
+static uint8_t *locate(const load_job *job, uint64_t offset) {
+  const file_range *r = job->ranges;
   while (offset >= r->end) r++;
-  return (uint8_t*)job->engine->resident.pages + r->arena_offset + (offset - r->offset);
+  return (uint8_t *)job->engine->resident.pages + r->arena_offset + (offset - r->offset);
 }
 
-static void check_task(void* context, size_t task, size_t worker) {
+static void check_task(void *context, size_t task, size_t worker) {
   (void)worker;
-  load_job* job = context;
-  const clb_tensor* t = clb_container_tensor(job->engine->container, task);
+  load_job *job = context;
+  const clb_tensor *t = clb_container_tensor(job->engine->container, task);
   if (!is_resident(job->engine, t) || t->alias) return;
   if (clb_crc32c(0, locate(job, t->offset), t->bytes) != t->crc32c) atomic_store(&job->failed_tensor, task + 1);
 }
 
-static colibri_status read_resident(clb_engine* e, load_job* job) {
+static colibri_status read_resident(clb_engine *e, load_job *job) {
   size_t n_tasks = 0;
   for (size_t i = 0; i < job->n_ranges; i++) n_tasks += range_tasks(&job->ranges[i]);
   clb_pool_run(e->pool, read_task, job, n_tasks);
@@ -287,7 +287,7 @@ static colibri_status read_resident(clb_engine* e, load_job* job) {
   }
   if (e->check) clb_pool_run(e->pool, check_task, job, clb_container_n_tensors(e->container));
   if (atomic_load(&job->failed_tensor) == 0) return COLIBRI_OK;
-  const clb_tensor* t = clb_container_tensor(e->container, job->failed_tensor - 1);
+  const clb_tensor *t = clb_container_tensor(e->container, job->failed_tensor - 1);
   return clb_fail(e->error, COLIBRI_ERROR_IO,
                   "tensor %.*s at offset %llu: its bytes do not match their checksum; run 'colibri verify'",
                   (int)t->name_bytes, t->name, (unsigned long long)t->offset);
@@ -297,28 +297,28 @@ static colibri_status read_resident(clb_engine* e, load_job* job) {
 // Binding tensors to memory
 
 typedef struct {
-  clb_engine* engine;
-  const load_job* job;
+  clb_engine *engine;
+  const load_job *job;
   uint64_t used;  // floats of the vector arena
 } binder;
 
-static clb_matrix bind_matrix(const binder* b, const clb_tensor* t) {
+static clb_matrix bind_matrix(const binder *b, const clb_tensor *t) {
   if (!t) return (clb_matrix){0};
   clb_matrix m = matrix_of(t);
   m.data = locate(b->job, t->offset);
   return m;
 }
 
-static const float* bind_vector(binder* b, const clb_tensor* t) {
+static const float *bind_vector(binder *b, const clb_tensor *t) {
   if (!t) return NULL;
   const size_t n = t->shape[t->n_dims - 1];
-  float* to = (float*)b->engine->vectors.pages + b->used;
+  float *to = (float *)b->engine->vectors.pages + b->used;
   clb_dequantize_with(b->engine->kernels, t->type, locate(b->job, t->offset), to, n);
   b->used += align_up(n, VECTOR_ALIGNMENT);
   return to;
 }
 
-static void bind_layer(binder* b, const clb_graph_layer* from, clb_layer* to) {
+static void bind_layer(binder *b, const clb_graph_layer *from, clb_layer *to) {
   to->q = bind_matrix(b, from->q);
   to->k = bind_matrix(b, from->k);
   to->v = bind_matrix(b, from->v);
@@ -338,8 +338,8 @@ static void bind_layer(binder* b, const clb_graph_layer* from, clb_layer* to) {
   to->shared_router = bind_vector(b, from->shared_router);
 }
 
-static colibri_status load_resident(clb_engine* e) {
-  file_range* ranges = calloc(clb_container_n_tensors(e->container), sizeof *ranges);
+static colibri_status load_resident(clb_engine *e) {
+  file_range *ranges = calloc(clb_container_n_tensors(e->container), sizeof *ranges);
   if (!ranges) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the tensor table");
   load_job job = {.engine = e, .ranges = ranges};
   uint64_t n_bytes;
@@ -359,14 +359,14 @@ static colibri_status load_resident(clb_engine* e) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Open and close
 
-static colibri_status allocate(clb_engine* e, clb_arena* arena, const char* what) {
+static colibri_status allocate(clb_engine *e, clb_arena *arena, const char *what) {
   arena->pages = clb_pages_alloc(arena->n_bytes);
   if (arena->pages) return COLIBRI_OK;
   return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "%s: no memory for %llu bytes", what,
                   (unsigned long long)arena->n_bytes);
 }
 
-static colibri_status allocate_all(clb_engine* e) {
+static colibri_status allocate_all(clb_engine *e) {
   TRY(allocate(e, &e->resident, "resident tensors"));
   TRY(allocate(e, &e->vectors, "norms and biases"));
   TRY(allocate(e, &e->kv, "keys and values; a smaller context needs less"));
@@ -381,7 +381,7 @@ static colibri_status allocate_all(clb_engine* e) {
   return COLIBRI_OK;
 }
 
-colibri_status clb_engine_open(clb_engine* e) {
+colibri_status clb_engine_open(clb_engine *e) {
   char text[COLIBRI_ERROR_BYTES] = "";
   e->kernels = clb_kernels_best();
   TRY(allocate_all(e));
@@ -398,11 +398,11 @@ colibri_status clb_engine_open(clb_engine* e) {
   return load_resident(e);
 }
 
-void clb_engine_close(clb_engine* e) {
+void clb_engine_close(clb_engine *e) {
   clb_store_close(e->store);
   if (e->file.fd >= 0) clb_file_close(&e->file);
   clb_pool_close(e->pool);
-  clb_arena* const arenas[] = {&e->resident, &e->vectors, &e->kv, &e->scratch_memory};
+  clb_arena *const arenas[] = {&e->resident, &e->vectors, &e->kv, &e->scratch_memory};
   for (size_t i = 0; i < sizeof arenas / sizeof *arenas; i++) {
     if (arenas[i]->pages) clb_pages_free(arenas[i]->pages, arenas[i]->n_bytes);
   }

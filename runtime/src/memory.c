@@ -7,8 +7,8 @@
 
 #include "engine.h"
 
-static bool read_number(const char* path, uint64_t* out) {
-  FILE* file = fopen(path, "re");
+static bool read_number(const char *path, uint64_t *out) {
+  FILE *file = fopen(path, "re");
   if (!file) return false;
   bool ok = fscanf(file, "%" SCNu64, out) == 1;
   fclose(file);
@@ -16,7 +16,7 @@ static bool read_number(const char* path, uint64_t* out) {
 }
 
 static uint64_t system_available(void) {
-  FILE* file = fopen("/proc/meminfo", "re");
+  FILE *file = fopen("/proc/meminfo", "re");
   if (!file) return 0;
   char line[128];
   uint64_t kib = 0;
@@ -28,7 +28,7 @@ static uint64_t system_available(void) {
 
 // What the control group leaves, where it sets a limit (version 2, then version 1, as seen from inside).
 static uint64_t group_available(void) {
-  static const char* const files[][2] = {
+  static const char *const files[][2] = {
       {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"},
       {"/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"},
   };

@@ -9,7 +9,7 @@
 #include "engine.h"
 
 typedef struct {
-  clb_engine* engine;
+  clb_engine *engine;
   size_t layer, n_tokens, n_experts;
   size_t first_pair;  // of the expert being gathered
   bool shared;
@@ -19,7 +19,7 @@ typedef struct {
 // Router
 
 // The k largest of p[n], best first, the lower index first among equals.
-static void choose_top(const float* p, size_t n, size_t k, uint32_t* chosen, float* weights) {
+static void choose_top(const float *p, size_t n, size_t k, uint32_t *chosen, float *weights) {
   size_t n_chosen = 0;
   for (size_t i = 0; i < n; i++) {
     if (n_chosen == k && !(p[i] > weights[k - 1])) continue;
@@ -35,7 +35,7 @@ static void choose_top(const float* p, size_t n, size_t k, uint32_t* chosen, flo
 }
 
 // p[n]: softmax in place. False when a score is not finite.
-static bool softmax(const clb_engine* e, float* p, size_t n) {
+static bool softmax(const clb_engine *e, float *p, size_t n) {
   float max = -INFINITY;
   for (size_t i = 0; i < n; i++) {
     if (!isfinite(p[i])) return false;
@@ -47,7 +47,7 @@ static bool softmax(const clb_engine* e, float* p, size_t n) {
   return true;
 }
 
-static void scale_weights(const clb_graph* g, float* weights) {
+static void scale_weights(const clb_graph *g, float *weights) {
   if (g->router_norm) {
     float sum = 0;
     for (size_t s = 0; s < g->top_k; s++) sum += weights[s];
@@ -57,9 +57,9 @@ static void scale_weights(const clb_graph* g, float* weights) {
 }
 
 // scratch.chosen and scratch.weights of every token. False, and the token in *bad, when scores are not finite.
-static bool route(clb_engine* e, const moe_job* job, size_t* bad) {
-  const clb_graph* g = &e->graph;
-  const clb_scratch* s = &e->scratch;
+static bool route(clb_engine *e, const moe_job *job, size_t *bad) {
+  const clb_graph *g = &e->graph;
+  const clb_scratch *s = &e->scratch;
   clb_linear_run(e,
                  &(clb_linear){.w = &e->layers[job->layer].router,
                                .x = s->normed,
@@ -78,8 +78,8 @@ static bool route(clb_engine* e, const moe_job* job, size_t* bad) {
   return true;
 }
 
-static void record_trace(const clb_engine* e, const moe_job* job, size_t position) {
-  const clb_trace* trace = &e->trace;
+static void record_trace(const clb_engine *e, const moe_job *job, size_t position) {
+  const clb_trace *trace = &e->trace;
   if (!trace->experts) return;
   size_t moe_layer = 0;
   for (size_t i = 0; i < job->layer; i++) moe_layer += e->graph.layers[i].moe;
@@ -95,7 +95,7 @@ static void record_trace(const clb_engine* e, const moe_job* job, size_t positio
 // Grouping by expert
 
 // Fills start, token_of, pair_of and requested; returns the number of distinct experts.
-static size_t group_by_expert(const clb_scratch* s, size_t n_tokens, size_t k, size_t n_experts) {
+static size_t group_by_expert(const clb_scratch *s, size_t n_tokens, size_t k, size_t n_experts) {
   const size_t n_pairs = n_tokens * k;
   memset(s->start, 0, (n_experts + 1) * sizeof *s->start);
   for (size_t i = 0; i < n_pairs; i++) s->start[s->chosen[i] + 1]++;
@@ -115,17 +115,17 @@ static size_t group_by_expert(const clb_scratch* s, size_t n_tokens, size_t k, s
   return n_requested;
 }
 
-static void gather_task(void* context, size_t task, size_t worker) {
+static void gather_task(void *context, size_t task, size_t worker) {
   (void)worker;
-  const moe_job* job = context;
-  const clb_scratch* s = &job->engine->scratch;
+  const moe_job *job = context;
+  const clb_scratch *s = &job->engine->scratch;
   const size_t h = job->engine->graph.hidden;
   memcpy(s->gathered + task * h, s->normed + s->token_of[job->first_pair + task] * h, h * sizeof(float));
 }
 
-static clb_matrix part_matrix(const clb_expert* expert, uint16_t role) {
+static clb_matrix part_matrix(const clb_expert *expert, uint16_t role) {
   for (size_t i = 0; i < expert->layout->n_parts; i++) {
-    const clb_part* part = &expert->layout->parts[i];
+    const clb_part *part = &expert->layout->parts[i];
     if (part->role != role) continue;
     return (clb_matrix){.type = part->type,
                         .rows = part->rows,
@@ -137,9 +137,9 @@ static clb_matrix part_matrix(const clb_expert* expert, uint16_t role) {
 }
 
 // out[t] = down(silu(gate x[t]) * up x[t])
-static void feed_forward(clb_engine* e, const clb_matrix* gate, const clb_matrix* up, const clb_matrix* down,
-                         const float* x, size_t n_tokens, float* out) {
-  const clb_scratch* s = &e->scratch;
+static void feed_forward(clb_engine *e, const clb_matrix *gate, const clb_matrix *up, const clb_matrix *down,
+                         const float *x, size_t n_tokens, float *out) {
+  const clb_scratch *s = &e->scratch;
   const size_t h = e->graph.hidden, width = gate->rows;
   clb_linear_run(
       e,
@@ -149,10 +149,10 @@ static void feed_forward(clb_engine* e, const clb_matrix* gate, const clb_matrix
   clb_linear_run(e, &(clb_linear){.w = down, .x = s->gate, .ldx = width, .y = out, .ldy = h, .n_tokens = n_tokens}, 1);
 }
 
-static void apply_expert(clb_engine* e, moe_job* job, const clb_expert* expert) {
-  const clb_scratch* s = &e->scratch;
+static void apply_expert(clb_engine *e, moe_job *job, const clb_expert *expert) {
+  const clb_scratch *s = &e->scratch;
   const size_t first = s->start[expert->expert], n = s->start[expert->expert + 1] - first;
-  const float* x = s->normed;
+  const float *x = s->normed;
   if (job->n_tokens > 1) {
     job->first_pair = first;
     clb_pool_run(e->pool, gather_task, job, n);
@@ -167,13 +167,13 @@ static void apply_expert(clb_engine* e, moe_job* job, const clb_expert* expert) 
 // Layers
 
 // The residual stream of one token, plus its experts in slot order, plus the shared expert.
-static void add_task(void* context, size_t task, size_t worker) {
+static void add_task(void *context, size_t task, size_t worker) {
   (void)worker;
-  const moe_job* job = context;
-  const clb_engine* e = job->engine;
-  const clb_scratch* s = &e->scratch;
+  const moe_job *job = context;
+  const clb_engine *e = job->engine;
+  const clb_scratch *s = &e->scratch;
   const size_t h = e->graph.hidden, k = e->graph.top_k;
-  float* sum = s->gathered + task * h;  // free by now
+  float *sum = s->gathered + task * h;  // free by now
   memset(sum, 0, h * sizeof *sum);
   for (size_t slot = 0; slot < k; slot++) {
     const size_t i = task * k + slot;
@@ -190,8 +190,8 @@ static void add_task(void* context, size_t task, size_t worker) {
   clb_axpy_f32(e->kernels, s->x + task * h, sum, 1, h);
 }
 
-static colibri_status apply_experts(clb_engine* e, moe_job* job, size_t n_requested) {
-  const clb_layer* layer = &e->layers[job->layer];
+static colibri_status apply_experts(clb_engine *e, moe_job *job, size_t n_requested) {
+  const clb_layer *layer = &e->layers[job->layer];
   if (!clb_store_begin(e->store, e->graph.layers[job->layer].row, e->scratch.requested, n_requested)) {
     return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", clb_store_error(e->store));
   }
@@ -219,7 +219,7 @@ static colibri_status apply_experts(clb_engine* e, moe_job* job, size_t n_reques
   return status;
 }
 
-colibri_status clb_moe(clb_engine* e, size_t layer, size_t n_tokens, size_t position) {
+colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens, size_t position) {
   moe_job job = {.engine = e,
                  .layer = layer,
                  .n_tokens = n_tokens,
@@ -244,8 +244,8 @@ colibri_status clb_moe(clb_engine* e, size_t layer, size_t n_tokens, size_t posi
   return COLIBRI_OK;
 }
 
-void clb_dense(clb_engine* e, size_t layer, size_t n_tokens) {
-  const clb_layer* l = &e->layers[layer];
+void clb_dense(clb_engine *e, size_t layer, size_t n_tokens) {
+  const clb_layer *l = &e->layers[layer];
   const double before = clb_seconds();
   feed_forward(e, &l->gate, &l->up, &l->down, e->scratch.normed, n_tokens, e->scratch.projected);
   clb_axpy_f32(e->kernels, e->scratch.x, e->scratch.projected, 1, n_tokens * e->graph.hidden);

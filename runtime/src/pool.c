@@ -21,15 +21,15 @@ struct clb_pool {
   _Atomic bool caller_sleeps;
   _Atomic bool stop;
   clb_task_fn fn;
-  void* context;
+  void *context;
   size_t n_threads, n_started;
   pthread_mutex_t mutex;
   pthread_cond_t wake, finished;
   struct worker {
-    clb_pool* pool;
+    clb_pool *pool;
     size_t number;
     pthread_t thread;
-  }* workers;  // [n_threads - 1]
+  } *workers;  // [n_threads - 1]
 };
 
 static void pause_cpu(void) {
@@ -45,7 +45,7 @@ static bool has_tasks(uint64_t state) {
 }
 
 // Runs tasks until the job has none left to take.
-static void work(clb_pool* pool, size_t worker) {
+static void work(clb_pool *pool, size_t worker) {
   uint64_t state = atomic_load(&pool->state);
   while (has_tasks(state)) {
     if (!atomic_compare_exchange_weak(&pool->state, &state, state + 1)) continue;
@@ -60,7 +60,7 @@ static void work(clb_pool* pool, size_t worker) {
   }
 }
 
-static void sleep_until_work(clb_pool* pool) {
+static void sleep_until_work(clb_pool *pool) {
   pthread_mutex_lock(&pool->mutex);
   atomic_fetch_add(&pool->n_sleeping, 1);
   while (!has_tasks(atomic_load(&pool->state)) && !atomic_load(&pool->stop)) {
@@ -70,9 +70,9 @@ static void sleep_until_work(clb_pool* pool) {
   pthread_mutex_unlock(&pool->mutex);
 }
 
-static void* worker_main(void* argument) {
-  struct worker* self = argument;
-  clb_pool* pool = self->pool;
+static void *worker_main(void *argument) {
+  struct worker *self = argument;
+  clb_pool *pool = self->pool;
   while (!atomic_load(&pool->stop)) {
     size_t spins = 0;
     while (!has_tasks(atomic_load(&pool->state)) && spins < SPINS) {
@@ -85,9 +85,9 @@ static void* worker_main(void* argument) {
   return NULL;
 }
 
-clb_pool* clb_pool_open(size_t n_threads) {
+clb_pool *clb_pool_open(size_t n_threads) {
   if (n_threads < 1 || n_threads > CLB_POOL_MAX_THREADS) return NULL;
-  clb_pool* pool = calloc(1, sizeof *pool);
+  clb_pool *pool = calloc(1, sizeof *pool);
   if (!pool) return NULL;
   pool->n_threads = n_threads;
   pool->workers = calloc(n_threads, sizeof *pool->workers);
@@ -110,7 +110,7 @@ clb_pool* clb_pool_open(size_t n_threads) {
   return NULL;
 }
 
-void clb_pool_close(clb_pool* pool) {
+void clb_pool_close(clb_pool *pool) {
   if (!pool) return;
   pthread_mutex_lock(&pool->mutex);
   atomic_store(&pool->stop, true);
@@ -124,11 +124,11 @@ void clb_pool_close(clb_pool* pool) {
   free(pool);
 }
 
-size_t clb_pool_threads(const clb_pool* pool) {
+size_t clb_pool_threads(const clb_pool *pool) {
   return pool->n_threads;
 }
 
-static void wait_until_done(clb_pool* pool, size_t n_tasks) {
+static void wait_until_done(clb_pool *pool, size_t n_tasks) {
   for (size_t spins = 0; spins < SPINS; spins++) {
     if (atomic_load(&pool->done) == n_tasks) return;
     pause_cpu();
@@ -140,7 +140,7 @@ static void wait_until_done(clb_pool* pool, size_t n_tasks) {
   pthread_mutex_unlock(&pool->mutex);
 }
 
-void clb_pool_run(clb_pool* pool, clb_task_fn fn, void* context, size_t n_tasks) {
+void clb_pool_run(clb_pool *pool, clb_task_fn fn, void *context, size_t n_tasks) {
   if (n_tasks == 0) return;
   if (n_tasks == 1 || pool->n_threads == 1) {
     for (size_t task = 0; task < n_tasks; task++) fn(context, task, 0);

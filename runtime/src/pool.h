@@ -12,14 +12,14 @@ typedef struct clb_pool clb_pool;
 enum { CLB_POOL_MAX_TASKS = (1 << 20) - 1, CLB_POOL_MAX_THREADS = 1024 };
 
 // worker: 0 is the caller, up to n_threads - 1; the same thread always has the same number.
-typedef void (*clb_task_fn)(void* context, size_t task, size_t worker);
+typedef void (*clb_task_fn)(void *context, size_t task, size_t worker);
 
 // n_threads in 1 .. CLB_POOL_MAX_THREADS, the caller included. NULL when threads cannot be had.
-clb_pool* clb_pool_open(size_t n_threads);
-void clb_pool_close(clb_pool* pool);
-size_t clb_pool_threads(const clb_pool* pool);
+clb_pool *clb_pool_open(size_t n_threads);
+void clb_pool_close(clb_pool *pool);
+size_t clb_pool_threads(const clb_pool *pool);
 
 // Returns when all tasks are done. n_tasks <= CLB_POOL_MAX_TASKS. Not to be called from a task.
-void clb_pool_run(clb_pool* pool, clb_task_fn fn, void* context, size_t n_tasks);
+void clb_pool_run(clb_pool *pool, clb_task_fn fn, void *context, size_t n_tasks);
 
 #endif

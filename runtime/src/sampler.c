@@ -15,14 +15,14 @@ struct colibri_sampler {
   colibri_sampling sampling;
   size_t vocab_size, n_tokens;
   uint64_t random[4];
-  unsigned char* seen;    // [vocab_size]: accepted, for the repetition penalty
-  candidate* candidates;  // [n_tokens]
+  unsigned char *seen;    // [vocab_size]: accepted, for the repetition penalty
+  candidate *candidates;  // [n_tokens]
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Random numbers: xoshiro256++ seeded by splitmix64 (Blackman and Vigna, public domain)
 
-static uint64_t splitmix64(uint64_t* state) {
+static uint64_t splitmix64(uint64_t *state) {
   uint64_t z = (*state += UINT64_C(0x9E3779B97F4A7C15));
   z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
   z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
@@ -48,12 +48,12 @@ static double random_unit(uint64_t s[4]) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Open and close
 
-void colibri_sampling_init(colibri_sampling* sampling) {
+void colibri_sampling_init(colibri_sampling *sampling) {
   *sampling = (colibri_sampling){
       .struct_bytes = sizeof *sampling, .temperature = 0, .top_p = 1, .min_p = 0, .repetition_penalty = 1};
 }
 
-static colibri_status check_sampling(const colibri_sampling* s, clb_error error) {
+static colibri_status check_sampling(const colibri_sampling *s, clb_error error) {
   if (s->struct_bytes != sizeof *s) {
     return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "sampling: call colibri_sampling_init first");
   }
@@ -73,8 +73,8 @@ static colibri_status check_sampling(const colibri_sampling* s, clb_error error)
   return COLIBRI_OK;
 }
 
-colibri_status colibri_sampler_open(const colibri_sampling* sampling, uint64_t vocab_size, uint64_t n_tokens,
-                                    colibri_sampler** out, char* text, size_t text_bytes) {
+colibri_status colibri_sampler_open(const colibri_sampling *sampling, uint64_t vocab_size, uint64_t n_tokens,
+                                    colibri_sampler **out, char *text, size_t text_bytes) {
   clb_error error = {text, text_bytes};
   *out = NULL;
   colibri_status status = check_sampling(sampling, error);
@@ -82,7 +82,7 @@ colibri_status colibri_sampler_open(const colibri_sampling* sampling, uint64_t v
   if (n_tokens < 1 || n_tokens > vocab_size || vocab_size > UINT32_MAX) {
     return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "sampler: expected 1 <= n_tokens <= vocab_size < 2^32");
   }
-  colibri_sampler* sampler = calloc(1, sizeof *sampler);
+  colibri_sampler *sampler = calloc(1, sizeof *sampler);
   if (sampler) {
     sampler->seen = calloc((size_t)vocab_size, 1);
     sampler->candidates = calloc((size_t)n_tokens, sizeof *sampler->candidates);
@@ -101,14 +101,14 @@ colibri_status colibri_sampler_open(const colibri_sampling* sampling, uint64_t v
   return COLIBRI_OK;
 }
 
-void colibri_sampler_close(colibri_sampler* sampler) {
+void colibri_sampler_close(colibri_sampler *sampler) {
   if (!sampler) return;
   free(sampler->seen);
   free(sampler->candidates);
   free(sampler);
 }
 
-colibri_status colibri_sampler_accept(colibri_sampler* sampler, uint32_t token) {
+colibri_status colibri_sampler_accept(colibri_sampler *sampler, uint32_t token) {
   if (token >= sampler->vocab_size) return COLIBRI_ERROR_ARGUMENT;
   sampler->seen[token] = 1;
   return COLIBRI_OK;
@@ -117,13 +117,13 @@ colibri_status colibri_sampler_accept(colibri_sampler* sampler, uint32_t token) 
 // ---------------------------------------------------------------------------------------------------------------------
 // Drawing
 
-static double penalized(const colibri_sampler* s, const float* logits, size_t token) {
+static double penalized(const colibri_sampler *s, const float *logits, size_t token) {
   double value = (double)logits[token];
   if (!s->seen[token]) return value;
   return value > 0 ? value / s->sampling.repetition_penalty : value * s->sampling.repetition_penalty;
 }
 
-static uint32_t greedy(const colibri_sampler* s, const float* logits) {
+static uint32_t greedy(const colibri_sampler *s, const float *logits) {
   size_t best = 0;
   double best_value = penalized(s, logits, 0);
   for (size_t token = 1; token < s->n_tokens; token++) {
@@ -137,7 +137,7 @@ static uint32_t greedy(const colibri_sampler* s, const float* logits) {
 }
 
 // Descending value, ascending id among equals: a total order, so the sort's algorithm does not matter.
-static int by_value(const void* left, const void* right) {
+static int by_value(const void *left, const void *right) {
   const candidate *a = left, *b = right;
   if (a->value != b->value) return a->value > b->value ? -1 : 1;
   return a->token < b->token ? -1 : a->token > b->token;
@@ -145,7 +145,7 @@ static int by_value(const void* left, const void* right) {
 
 // The tokens worth sorting: what is less likely than e^-50 of the best weighs less, all together and for any
 // vocabulary, than the step between two random numbers.
-static size_t collect_candidates(colibri_sampler* s, const float* logits) {
+static size_t collect_candidates(colibri_sampler *s, const float *logits) {
   double best = -INFINITY;
   for (size_t i = 0; i < s->n_tokens; i++) best = fmax(best, penalized(s, logits, i));
   size_t n = 0;
@@ -157,7 +157,7 @@ static size_t collect_candidates(colibri_sampler* s, const float* logits) {
 }
 
 // Number of candidates, sorted, that top-k, top-p and min-p leave; their values become probabilities. At least one.
-static size_t keep_likely(candidate* c, size_t n, const colibri_sampling* s) {
+static size_t keep_likely(candidate *c, size_t n, const colibri_sampling *s) {
   if (s->top_k > 0 && s->top_k < n) n = s->top_k;
   double total = 0;
   for (size_t i = n; i-- > 0;) {
@@ -174,7 +174,7 @@ static size_t keep_likely(candidate* c, size_t n, const colibri_sampling* s) {
   return n;
 }
 
-colibri_status colibri_sampler_draw(colibri_sampler* s, const float* logits, uint32_t* token) {
+colibri_status colibri_sampler_draw(colibri_sampler *s, const float *logits, uint32_t *token) {
   for (size_t i = 0; i < s->n_tokens; i++) {
     if (!isfinite(logits[i])) return COLIBRI_ERROR_NUMERIC;
   }

@@ -55,14 +55,14 @@ typedef struct {
 } settings;
 
 typedef struct {
-  uint32_t* ids;  // prompt, then generated
+  uint32_t *ids;  // prompt, then generated
   size_t n_prompt, n_generated;
   double prefill_seconds, decode_seconds;
-  const char* stop_reason;
+  const char *stop_reason;
 } outcome;
 
 // What a signal handler may touch.
-static colibri_model* g_model;
+static colibri_model *g_model;
 static volatile sig_atomic_t g_interrupted;
 
 static void on_signal(int number) {
@@ -80,9 +80,9 @@ static double now(void) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors
 
-static void print_json_string(const char* text) {
+static void print_json_string(const char *text) {
   putchar('"');
-  for (const unsigned char* c = (const unsigned char*)text; *c; c++) {
+  for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
     if (*c == '"' || *c == '\\') {
       printf("\\%c", *c);
     } else if (*c < 0x20) {
@@ -94,10 +94,10 @@ static void print_json_string(const char* text) {
   putchar('"');
 }
 
-static int fail(const settings* s, const char* kind, int exit_code, const char* format, ...)
+static int fail(const settings *s, const char *kind, int exit_code, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
 
-static int fail(const settings* s, const char* kind, int exit_code, const char* format, ...) {
+static int fail(const settings *s, const char *kind, int exit_code, const char *format, ...) {
   char text[2 * COLIBRI_ERROR_BYTES];
   va_list arguments;
   va_start(arguments, format);
@@ -112,9 +112,9 @@ static int fail(const settings* s, const char* kind, int exit_code, const char* 
   return exit_code;
 }
 
-static int usage(const settings* s, const char* format, ...) __attribute__((format(printf, 2, 3)));
+static int usage(const settings *s, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-static int usage(const settings* s, const char* format, ...) {
+static int usage(const settings *s, const char *format, ...) {
   char text[COLIBRI_ERROR_BYTES];
   va_list arguments;
   va_start(arguments, format);
@@ -123,9 +123,9 @@ static int usage(const settings* s, const char* format, ...) {
   return fail(s, "UsageError", EXIT_USAGE, "%s; see 'colibri-run -h'", text);
 }
 
-static int fail_status(const settings* s, colibri_status status, const char* text) {
+static int fail_status(const settings *s, colibri_status status, const char *text) {
   if (status == COLIBRI_ERROR_ARGUMENT) return fail(s, "UsageError", EXIT_USAGE, "%s", text);
-  const char* name = status == COLIBRI_ERROR_FORMAT ? "FormatError" : "JobError";
+  const char *name = status == COLIBRI_ERROR_FORMAT ? "FormatError" : "JobError";
   if (strstr(text, s->model)) return fail(s, name, EXIT_FAILURE, "%s", text);
   return fail(s, name, EXIT_FAILURE, "%s: %s", s->model, text);
 }
@@ -133,26 +133,26 @@ static int fail_status(const settings* s, colibri_status status, const char* tex
 // ---------------------------------------------------------------------------------------------------------------------
 // Parsing
 
-static bool parse_u64(const char* text, uint64_t max, uint64_t* out) {
+static bool parse_u64(const char *text, uint64_t max, uint64_t *out) {
   if (*text < '0' || *text > '9') return false;
   errno = 0;
-  char* end;
+  char *end;
   const unsigned long long value = strtoull(text, &end, 10);
   *out = value;
   return errno == 0 && *end == '\0' && value <= max;
 }
 
 // 4096, 64K, 512M, 4G, 1T: powers of 1024, with B or iB behind if you like.
-static bool parse_size(const char* text, uint64_t* out) {
+static bool parse_size(const char *text, uint64_t *out) {
   static const char suffixes[] = "KMGT";
   if (*text < '0' || *text > '9') return false;
   errno = 0;
-  char* end;
+  char *end;
   const unsigned long long value = strtoull(text, &end, 10);
   if (errno != 0) return false;
   unsigned shift = 0;
   const char upper = (char)(*end >= 'a' && *end <= 'z' ? *end - 'a' + 'A' : *end);
-  const char* suffix = upper ? strchr(suffixes, upper) : NULL;
+  const char *suffix = upper ? strchr(suffixes, upper) : NULL;
   if (suffix) {
     shift = 10 * (unsigned)(suffix - suffixes + 1);
     end++;
@@ -163,9 +163,9 @@ static bool parse_size(const char* text, uint64_t* out) {
   return *end == '\0' && value <= UINT64_MAX >> 1 >> shift;
 }
 
-static bool parse_number(const char* text, double* out) {
+static bool parse_number(const char *text, double *out) {
   const bool starts_well = (*text >= '0' && *text <= '9') || *text == '.' || *text == '-';
-  char* end;
+  char *end;
   *out = strtod(text, &end);
   return starts_well && *end == '\0' && isfinite(*out);
 }
@@ -173,31 +173,31 @@ static bool parse_number(const char* text, double* out) {
 typedef enum { FLAG, COUNT, SIZE, NUMBER, TEXT } option_kind;
 
 typedef struct {
-  const char* name;
+  const char *name;
   option_kind kind;
-  void* value;
-  bool* given;  // or NULL
+  void *value;
+  bool *given;  // or NULL
 } option;
 
-static bool parse_value(const option* o, const char* text) {
+static bool parse_value(const option *o, const char *text) {
   if (o->kind == COUNT) return parse_u64(text, INT32_MAX, o->value);
-  if (o->kind == SIZE) return parse_size(text, o->value) && *(uint64_t*)o->value > 0;
+  if (o->kind == SIZE) return parse_size(text, o->value) && *(uint64_t *)o->value > 0;
   if (o->kind == NUMBER) return parse_number(text, o->value);
-  *(const char**)o->value = text;
+  *(const char **)o->value = text;
   return *text != '\0';
 }
 
-static const char* expected(option_kind kind) {
+static const char *expected(option_kind kind) {
   if (kind == COUNT) return "a whole number from 0 to 2147483647";
   if (kind == SIZE) return "a size above 0, as 512M or 4G";
   return kind == NUMBER ? "a number" : "a value";
 }
 
 // Handles argv[*i] and steps over it, and over its value.
-static int parse_option(const settings* s, const option* options, size_t n_options, char** argv, int argc, int* i) {
+static int parse_option(const settings *s, const option *options, size_t n_options, char **argv, int argc, int *i) {
   const char *argument = argv[*i], *equals = strchr(argument, '=');
   const size_t n_name = equals ? (size_t)(equals - argument) : strlen(argument);
-  const option* o = NULL;
+  const option *o = NULL;
   for (size_t k = 0; k < n_options && !o; k++) {
     if (strlen(options[k].name) == n_name && memcmp(options[k].name, argument, n_name) == 0) o = &options[k];
   }
@@ -205,20 +205,20 @@ static int parse_option(const settings* s, const option* options, size_t n_optio
   if (o->given) *o->given = true;
   (*i)++;
   if (o->kind == FLAG) {
-    *(bool*)o->value = true;
+    *(bool *)o->value = true;
     return equals ? usage(s, "%s takes no value", o->name) : 0;
   }
   if (!equals && *i >= argc) return usage(s, "%s needs a value", o->name);
-  const char* text = equals ? equals + 1 : argv[(*i)++];
+  const char *text = equals ? equals + 1 : argv[(*i)++];
   if (parse_value(o, text)) return 0;
   return usage(s, "%s: expected %s, found '%s'", o->name, expected(o->kind), text);
 }
 
-static int check_settings(const settings* s) {
+static int check_settings(const settings *s) {
   if (!s->model) return usage(s, "a MODEL is missing");
   if (!s->tokens_text) return usage(s, "--tokens is missing");
   if (s->sampling.temperature > 0) return 0;
-  const char* needs = s->has_top_k   ? "--top-k"
+  const char *needs = s->has_top_k   ? "--top-k"
                       : s->has_top_p ? "--top-p"
                       : s->has_min_p ? "--min-p"
                       : s->has_seed  ? "--seed"
@@ -226,7 +226,7 @@ static int check_settings(const settings* s) {
   return needs ? usage(s, "%s is about drawing tokens: it needs --temperature above 0", needs) : 0;
 }
 
-static int parse_settings(settings* s, int argc, char** argv) {
+static int parse_settings(settings *s, int argc, char **argv) {
   *s = (settings){.max_tokens = 128};
   colibri_sampling_init(&s->sampling);
   uint64_t top_k = 0, seed = 0;
@@ -268,12 +268,12 @@ static int parse_settings(settings* s, int argc, char** argv) {
   return check_settings(s);
 }
 
-static int parse_tokens(const settings* s, outcome* o) {
+static int parse_tokens(const settings *s, outcome *o) {
   size_t n = 1;
-  for (const char* c = s->tokens_text; *c; c++) n += *c == ',';
+  for (const char *c = s->tokens_text; *c; c++) n += *c == ',';
   o->ids = calloc(n + s->max_tokens, sizeof *o->ids);
   if (!o->ids) return fail(s, "JobError", EXIT_FAILURE, "no memory for %zu tokens", n + (size_t)s->max_tokens);
-  const char* rest = s->tokens_text;
+  const char *rest = s->tokens_text;
   for (o->n_prompt = 0; o->n_prompt < n; o->n_prompt++) {
     const size_t n_digits = strcspn(rest, ",");
     char digits[16] = "";
@@ -293,12 +293,12 @@ static int parse_tokens(const settings* s, outcome* o) {
 // Logits as a .npy file (numpy's format, version 1.0)
 
 typedef struct {
-  FILE* file;
-  char* partial;  // written first, then renamed
+  FILE *file;
+  char *partial;  // written first, then renamed
   int failed;     // errno of the first write that failed
 } npy;
 
-static void npy_open(npy* n, const char* path, size_t rows, uint64_t cols) {
+static void npy_open(npy *n, const char *path, size_t rows, uint64_t cols) {
   enum { PREFIX = 10, TOTAL = 128 };
   const size_t size = strlen(path) + sizeof ".partial";
   n->partial = malloc(size);
@@ -323,7 +323,7 @@ static void npy_open(npy* n, const char* path, size_t rows, uint64_t cols) {
 }
 
 // Returns 0 or the errno of what failed.
-static int npy_finish(npy* n, const char* path, bool keep) {
+static int npy_finish(npy *n, const char *path, bool keep) {
   if (n->file && fclose(n->file) != 0 && !n->failed) n->failed = errno;
   if (keep && !n->failed && rename(n->partial, path) != 0) n->failed = errno;
   if (n->partial && (n->failed || !keep)) unlink(n->partial);
@@ -331,7 +331,7 @@ static int npy_finish(npy* n, const char* path, bool keep) {
   return n->failed;
 }
 
-static bool is_same_file(const char* a, const char* b) {
+static bool is_same_file(const char *a, const char *b) {
   struct stat x, y;
   return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
@@ -340,8 +340,8 @@ static bool is_same_file(const char* a, const char* b) {
 // Running
 
 // The prompt, batch by batch. `last` is set to the last position's logits, a row of `logits` [batch_size or 1, vocab].
-static colibri_status prefill(const settings* s, const colibri_info* info, const outcome* o, npy* file, float* logits,
-                              float** last) {
+static colibri_status prefill(const settings *s, const colibri_info *info, const outcome *o, npy *file, float *logits,
+                              float **last) {
   for (size_t done = 0; done < o->n_prompt;) {
     const size_t left = o->n_prompt - done, n = left < info->batch_size ? left : (size_t)info->batch_size;
     const size_t wanted = s->logits_path ? n : (done + n == o->n_prompt);
@@ -355,14 +355,14 @@ static colibri_status prefill(const settings* s, const colibri_info* info, const
   return COLIBRI_OK;
 }
 
-static void show_token(const settings* s, const outcome* o) {
+static void show_token(const settings *s, const outcome *o) {
   if (s->json) return;
   printf("%s%" PRIu32, o->n_generated > 1 ? " " : "", o->ids[o->n_prompt + o->n_generated - 1]);
   fflush(stdout);
 }
 
-static colibri_status decode(const settings* s, const colibri_info* info, colibri_sampler* sampler, outcome* o,
-                             float* logits) {
+static colibri_status decode(const settings *s, const colibri_info *info, colibri_sampler *sampler, outcome *o,
+                             float *logits) {
   o->stop_reason = "max-tokens";
   while (o->n_generated < s->max_tokens) {
     if (g_interrupted) return COLIBRI_CANCELLED;
@@ -387,10 +387,10 @@ static colibri_status decode(const settings* s, const colibri_info* info, colibr
   return COLIBRI_OK;
 }
 
-static int run_prompt(const settings* s, const colibri_info* info, colibri_sampler* sampler, outcome* o,
-                      float* logits) {
+static int run_prompt(const settings *s, const colibri_info *info, colibri_sampler *sampler, outcome *o,
+                      float *logits) {
   npy file = {0};
-  float* last = logits;
+  float *last = logits;
   if (s->logits_path) npy_open(&file, s->logits_path, o->n_prompt, info->vocab_size);
   const double start = now();
   colibri_status status = COLIBRI_OK;
@@ -417,7 +417,7 @@ static int run_prompt(const settings* s, const colibri_info* info, colibri_sampl
 
 // VmHWM and not getrusage, whose maximum includes what the parent had before exec.
 static uint64_t peak_rss_bytes(void) {
-  FILE* file = fopen("/proc/self/status", "re");
+  FILE *file = fopen("/proc/self/status", "re");
   if (!file) return 0;
   char line[256];
   uint64_t kib = 0;
@@ -427,12 +427,12 @@ static uint64_t peak_rss_bytes(void) {
   return kib * 1024;
 }
 
-static double tokens_per_second(const outcome* o) {
+static double tokens_per_second(const outcome *o) {
   const double steps = o->n_generated > 1 ? (double)(o->n_generated - 1) : 0;
   return o->decode_seconds > 0 ? steps / o->decode_seconds : 0;
 }
 
-static void print_json(const settings* s, const outcome* o, const colibri_metrics* m) {
+static void print_json(const settings *s, const outcome *o, const colibri_metrics *m) {
   printf("{\n  \"tokens\": [");
   for (size_t i = 0; i < o->n_generated; i++) printf("%s%" PRIu32, i ? ", " : "", o->ids[o->n_prompt + i]);
   printf("],\n  \"prompt_tokens\": %zu,\n  \"generated_tokens\": %zu,\n", o->n_prompt, o->n_generated);
@@ -461,9 +461,9 @@ static void print_json(const settings* s, const outcome* o, const colibri_metric
   printf("\"wait_seconds\": %.6f}\n}\n", m->io_wait_seconds);
 }
 
-static void print_profile(const colibri_metrics* m) {
+static void print_profile(const colibri_metrics *m) {
   const struct {
-    const char* name;
+    const char *name;
     double seconds;
   } parts[] = {{"attention", m->attention_seconds},
                {"router", m->router_seconds},
@@ -476,7 +476,7 @@ static void print_profile(const colibri_metrics* m) {
   }
 }
 
-static void print_report(const settings* s, const outcome* o, const colibri_metrics* m) {
+static void print_report(const settings *s, const outcome *o, const colibri_metrics *m) {
   fprintf(stderr, "prompt: %zu tokens in %.2f s; generated: %zu tokens in %.2f s (%.1f tokens/s), stopped by %s\n",
           o->n_prompt, o->prefill_seconds, o->n_generated, o->decode_seconds, tokens_per_second(o), o->stop_reason);
   colibri_memory memory;
@@ -492,7 +492,7 @@ static void print_report(const settings* s, const outcome* o, const colibri_metr
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-static int open_model(const settings* s, const outcome* o) {
+static int open_model(const settings *s, const outcome *o) {
   colibri_options options;
   colibri_options_init(&options);
   options.n_threads = (uint32_t)s->threads;
@@ -510,7 +510,7 @@ static int open_model(const settings* s, const outcome* o) {
   return status == COLIBRI_OK ? 0 : fail_status(s, status, text);
 }
 
-static int run(const settings* s, outcome* o) {
+static int run(const settings *s, outcome *o) {
   if (s->logits_path && is_same_file(s->model, s->logits_path)) {
     return usage(s, "--logits: '%s' is the model itself", s->logits_path);
   }
@@ -521,12 +521,12 @@ static int run(const settings* s, outcome* o) {
   const colibri_status status = colibri_check_input(g_model, o->ids, o->n_prompt);
   if (status != COLIBRI_OK) return fail_status(s, status, colibri_error(g_model));
   char text[COLIBRI_ERROR_BYTES];
-  colibri_sampler* sampler = NULL;
+  colibri_sampler *sampler = NULL;
   if (colibri_sampler_open(&s->sampling, info.vocab_size, info.n_tokens, &sampler, text, sizeof text) != COLIBRI_OK) {
     return usage(s, "%s", text);
   }
   const size_t rows = s->logits_path ? (size_t)info.batch_size : 1;
-  float* logits = calloc(rows * (size_t)info.vocab_size, sizeof *logits);
+  float *logits = calloc(rows * (size_t)info.vocab_size, sizeof *logits);
   failure = logits ? run_prompt(s, &info, sampler, o, logits)
                    : fail(s, "JobError", EXIT_FAILURE, "no memory for the logits of %zu positions", rows);
   free(logits);
@@ -542,7 +542,7 @@ static int run(const settings* s, outcome* o) {
   return failure;
 }
 
-int main(int argc, char** argv) {
+int main(int argc, char **argv) {
   settings s;
   int failure = parse_settings(&s, argc, argv);
   if (failure) return failure;
@@ -555,7 +555,7 @@ int main(int argc, char** argv) {
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
   if (!failure) failure = run(&s, &o);
-  colibri_model* model = g_model;
+  colibri_model *model = g_model;
   g_model = NULL;
   colibri_close(model);
   free(o.ids);
