@@ -104,7 +104,6 @@ void clb_engine_close(clb_engine *e);
 // `logits` [n_logits, vocab].
 colibri_status clb_forward(clb_engine *e, const uint32_t *tokens, size_t n_tokens, size_t position, float *logits,
                            size_t n_logits);
-void clb_rms_norm(const clb_engine *e, const float *x, const float *weight, float *out, size_t n);
 
 // attention.c: scratch.attended from scratch.q and the KV, of tokens at position, position + 1, ...
 void clb_attention(clb_engine *e, size_t layer, size_t n_tokens, size_t position);

@@ -15,4 +15,11 @@ typedef struct {
 colibri_status clb_fail(clb_error error, colibri_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
+// Returns from the calling function unless `call` gives COLIBRI_OK.
+#define CLB_TRY(call)                                \
+  do {                                               \
+    colibri_status try_status = (call);              \
+    if (try_status != COLIBRI_OK) return try_status; \
+  } while (0)
+
 #endif

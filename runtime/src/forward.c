@@ -55,7 +55,7 @@ static colibri_status embed(clb_engine *e, const uint32_t *tokens, size_t n_toke
 // ---------------------------------------------------------------------------------------------------------------------
 // Norms and rope
 
-void clb_rms_norm(const clb_engine *e, const float *x, const float *weight, float *out, size_t n) {
+static void rms_norm(const clb_engine *e, const float *x, const float *weight, float *out, size_t n) {
   const float mean = clb_dot_f32(e->kernels, x, x, n) / (float)n;
   const float scale = (float)(1 / sqrt((double)(mean + (float)e->graph.norm_eps)));
   for (size_t i = 0; i < n; i++) out[i] = weight[i] * (x[i] * scale);
@@ -66,7 +66,7 @@ static void norm_task(void *context, size_t task, size_t worker) {
   const token_job *job = context;
   const clb_scratch *s = &job->engine->scratch;
   const size_t h = job->engine->graph.hidden;
-  clb_rms_norm(job->engine, s->x + (job->first + task) * h, job->norm, s->normed + task * h, h);
+  rms_norm(job->engine, s->x + (job->first + task) * h, job->norm, s->normed + task * h, h);
 }
 
 // scratch.normed[0 .. n_tokens) from scratch.x[first .. first + n_tokens)
@@ -101,9 +101,9 @@ static void rotate(const clb_engine *e, float *head, size_t token) {
 
 static void norm_heads(const clb_engine *e, float *heads, const float *weight, size_t n_heads) {
   const size_t d = e->graph.head_dim;
-  if (e->graph.qk_norm == CLB_QK_NORM_FULL) clb_rms_norm(e, heads, weight, heads, n_heads * d);
+  if (e->graph.qk_norm == CLB_QK_NORM_FULL) rms_norm(e, heads, weight, heads, n_heads * d);
   if (e->graph.qk_norm != CLB_QK_NORM_HEAD) return;
-  for (size_t h = 0; h < n_heads; h++) clb_rms_norm(e, heads + h * d, weight, heads + h * d, d);
+  for (size_t h = 0; h < n_heads; h++) rms_norm(e, heads + h * d, weight, heads + h * d, d);
 }
 
 static void clip(const clb_engine *e, float *x, size_t n) {

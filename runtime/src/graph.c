@@ -102,27 +102,22 @@ static colibri_status read_word(const loader *l, const char *key, const char *co
                   (int)(n_bytes < 64 ? n_bytes : 64), value);
 }
 
-#define TRY(call)                                    \
-  do {                                               \
-    colibri_status try_status = (call);              \
-    if (try_status != COLIBRI_OK) return try_status; \
-  } while (0)
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 static colibri_status read_sizes(loader *l) {
   clb_graph *g = l->graph;
-  TRY(read_u64(l, "n_layers", 1, MAX_LAYERS, &g->n_layers));
-  TRY(read_u64(l, "hidden_size", 1, MAX_WIDTH, &g->hidden));
-  TRY(read_u64(l, "vocab_size", 1, MAX_VOCAB, &g->vocab));
-  TRY(read_u64(l, "context_length", 1, MAX_CONTEXT, &g->context_length));
-  TRY(read_u64(l, "n_tokens", 1, g->vocab, &g->n_tokens));
-  TRY(read_u64(l, "top_k", 1, 65536, &g->top_k));
-  TRY(read_u64(l, "graph.n_heads", 1, MAX_HEADS, &g->n_heads));
-  TRY(read_u64(l, "graph.n_kv_heads", 1, g->n_heads, &g->n_kv_heads));
-  TRY(read_u64(l, "graph.head_dim", 1, MAX_HEAD_DIM, &g->head_dim));
-  TRY(read_u64(l, "graph.rope_dim", 0, g->head_dim, &g->rope_dim));
-  TRY(read_u64(l, "graph.shared_width", 0, MAX_WIDTH, &g->shared_width));
-  TRY(read_u64(l, "graph.dense_width", 0, MAX_WIDTH, &g->dense_width));
+  CLB_TRY(read_u64(l, "n_layers", 1, MAX_LAYERS, &g->n_layers));
+  CLB_TRY(read_u64(l, "hidden_size", 1, MAX_WIDTH, &g->hidden));
+  CLB_TRY(read_u64(l, "vocab_size", 1, MAX_VOCAB, &g->vocab));
+  CLB_TRY(read_u64(l, "context_length", 1, MAX_CONTEXT, &g->context_length));
+  CLB_TRY(read_u64(l, "n_tokens", 1, g->vocab, &g->n_tokens));
+  CLB_TRY(read_u64(l, "top_k", 1, 65536, &g->top_k));
+  CLB_TRY(read_u64(l, "graph.n_heads", 1, MAX_HEADS, &g->n_heads));
+  CLB_TRY(read_u64(l, "graph.n_kv_heads", 1, g->n_heads, &g->n_kv_heads));
+  CLB_TRY(read_u64(l, "graph.head_dim", 1, MAX_HEAD_DIM, &g->head_dim));
+  CLB_TRY(read_u64(l, "graph.rope_dim", 0, g->head_dim, &g->rope_dim));
+  CLB_TRY(read_u64(l, "graph.shared_width", 0, MAX_WIDTH, &g->shared_width));
+  CLB_TRY(read_u64(l, "graph.dense_width", 0, MAX_WIDTH, &g->dense_width));
   if (g->n_heads % g->n_kv_heads != 0) {
     return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: graph.n_heads = %llu is no multiple of n_kv_heads = %llu",
                     (unsigned long long)g->n_heads, (unsigned long long)g->n_kv_heads);
@@ -140,22 +135,22 @@ static colibri_status read_switches(loader *l) {
                            *const pairing[] = {"half", "adjacent"};
   clb_graph *g = l->graph;
   size_t word = 0;
-  TRY(read_word(l, "graph.attention", attention, COUNT(attention), &word));
-  TRY(read_word(l, "graph.norm", norm, COUNT(norm), &word));
-  TRY(read_word(l, "graph.activation", activation, COUNT(activation), &word));
-  TRY(read_word(l, "graph.router_score", score, COUNT(score), &word));
-  TRY(read_word(l, "graph.qk_norm", qk_norm, COUNT(qk_norm), &word));
+  CLB_TRY(read_word(l, "graph.attention", attention, COUNT(attention), &word));
+  CLB_TRY(read_word(l, "graph.norm", norm, COUNT(norm), &word));
+  CLB_TRY(read_word(l, "graph.activation", activation, COUNT(activation), &word));
+  CLB_TRY(read_word(l, "graph.router_score", score, COUNT(score), &word));
+  CLB_TRY(read_word(l, "graph.qk_norm", qk_norm, COUNT(qk_norm), &word));
   g->qk_norm = (clb_qk_norm)word;
-  TRY(read_word(l, "graph.rope_pairing", pairing, COUNT(pairing), &word));
+  CLB_TRY(read_word(l, "graph.rope_pairing", pairing, COUNT(pairing), &word));
   g->rope_pairing = (clb_rope_pairing)word;
-  TRY(read_f64(l, "graph.attention_scale", -INFINITY, &g->attention_scale));
-  TRY(read_f64(l, "graph.clip_qkv", 0, &g->clip_qkv));
-  TRY(read_f64(l, "graph.norm_eps", 0, &g->norm_eps));
-  TRY(read_f64(l, "graph.rope_factor", -INFINITY, &g->rope_factor));
-  TRY(read_f64(l, "graph.router_scale", -INFINITY, &g->router_scale));
-  TRY(read_bool(l, "graph.qkv_bias", &g->qkv_bias));
-  TRY(read_bool(l, "graph.o_bias", &g->o_bias));
-  TRY(read_bool(l, "graph.router_norm", &g->router_norm));
+  CLB_TRY(read_f64(l, "graph.attention_scale", -INFINITY, &g->attention_scale));
+  CLB_TRY(read_f64(l, "graph.clip_qkv", 0, &g->clip_qkv));
+  CLB_TRY(read_f64(l, "graph.norm_eps", 0, &g->norm_eps));
+  CLB_TRY(read_f64(l, "graph.rope_factor", -INFINITY, &g->rope_factor));
+  CLB_TRY(read_f64(l, "graph.router_scale", -INFINITY, &g->router_scale));
+  CLB_TRY(read_bool(l, "graph.qkv_bias", &g->qkv_bias));
+  CLB_TRY(read_bool(l, "graph.o_bias", &g->o_bias));
+  CLB_TRY(read_bool(l, "graph.router_norm", &g->router_norm));
   return read_bool(l, "graph.shared_gated", &g->shared_gated);
 }
 
@@ -182,8 +177,8 @@ static colibri_status read_arrays(loader *l) {
     return bad_key(l, "eos_ids", "array of u64");
   }
   const uint64_t *moe, *windows;
-  TRY(read_u64_array(l, "moe_layers", g->n_layers, &moe));
-  TRY(read_u64_array(l, "graph.windows", g->n_layers, &windows));
+  CLB_TRY(read_u64_array(l, "moe_layers", g->n_layers, &moe));
+  CLB_TRY(read_u64_array(l, "graph.windows", g->n_layers, &windows));
   g->layers = calloc((size_t)g->n_layers, sizeof *g->layers);
   if (!g->layers) return clb_fail(l->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
   for (size_t i = 0; i < g->n_layers; i++) {
@@ -267,21 +262,21 @@ static colibri_status find(const loader *l, const clb_tensor **out, uint16_t rol
 static colibri_status find_attention(const loader *l, clb_graph_layer *layer, int32_t i) {
   const clb_graph *g = l->graph;
   const uint64_t h = g->hidden, q = g->n_heads * g->head_dim, kv = g->n_kv_heads * g->head_dim;
-  TRY(find(l, &layer->attn_norm, CLB_ROLE_ATTN_NORM, i, 0, h));
-  TRY(find(l, &layer->q, CLB_ROLE_ATTN_Q, i, q, h));
-  TRY(find(l, &layer->k, CLB_ROLE_ATTN_K, i, kv, h));
-  TRY(find(l, &layer->v, CLB_ROLE_ATTN_V, i, kv, h));
-  TRY(find(l, &layer->o, CLB_ROLE_ATTN_O, i, h, q));
+  CLB_TRY(find(l, &layer->attn_norm, CLB_ROLE_ATTN_NORM, i, 0, h));
+  CLB_TRY(find(l, &layer->q, CLB_ROLE_ATTN_Q, i, q, h));
+  CLB_TRY(find(l, &layer->k, CLB_ROLE_ATTN_K, i, kv, h));
+  CLB_TRY(find(l, &layer->v, CLB_ROLE_ATTN_V, i, kv, h));
+  CLB_TRY(find(l, &layer->o, CLB_ROLE_ATTN_O, i, h, q));
   if (g->qkv_bias) {
-    TRY(find(l, &layer->q_bias, CLB_ROLE_ATTN_Q_BIAS, i, 0, q));
-    TRY(find(l, &layer->k_bias, CLB_ROLE_ATTN_K_BIAS, i, 0, kv));
-    TRY(find(l, &layer->v_bias, CLB_ROLE_ATTN_V_BIAS, i, 0, kv));
+    CLB_TRY(find(l, &layer->q_bias, CLB_ROLE_ATTN_Q_BIAS, i, 0, q));
+    CLB_TRY(find(l, &layer->k_bias, CLB_ROLE_ATTN_K_BIAS, i, 0, kv));
+    CLB_TRY(find(l, &layer->v_bias, CLB_ROLE_ATTN_V_BIAS, i, 0, kv));
   }
-  if (g->o_bias) TRY(find(l, &layer->o_bias, CLB_ROLE_ATTN_O_BIAS, i, 0, h));
+  if (g->o_bias) CLB_TRY(find(l, &layer->o_bias, CLB_ROLE_ATTN_O_BIAS, i, 0, h));
   if (g->qk_norm != CLB_QK_NORM_NONE) {
     bool full = g->qk_norm == CLB_QK_NORM_FULL;
-    TRY(find(l, &layer->q_norm, CLB_ROLE_ATTN_Q_NORM, i, 0, full ? q : g->head_dim));
-    TRY(find(l, &layer->k_norm, CLB_ROLE_ATTN_K_NORM, i, 0, full ? kv : g->head_dim));
+    CLB_TRY(find(l, &layer->q_norm, CLB_ROLE_ATTN_Q_NORM, i, 0, full ? q : g->head_dim));
+    CLB_TRY(find(l, &layer->k_norm, CLB_ROLE_ATTN_K_NORM, i, 0, full ? kv : g->head_dim));
   }
   return find(l, &layer->ffn_norm, CLB_ROLE_FFN_NORM, i, 0, h);
 }
@@ -289,8 +284,8 @@ static colibri_status find_attention(const loader *l, clb_graph_layer *layer, in
 static colibri_status find_gated(const loader *l, clb_graph_layer *layer, int32_t i, uint16_t gate_role,
                                  uint64_t width) {
   const uint64_t h = l->graph->hidden;
-  TRY(find(l, &layer->gate, gate_role, i, width, h));
-  TRY(find(l, &layer->up, (uint16_t)(gate_role + 1), i, width, h));
+  CLB_TRY(find(l, &layer->gate, gate_role, i, width, h));
+  CLB_TRY(find(l, &layer->up, (uint16_t)(gate_role + 1), i, width, h));
   return find(l, &layer->down, (uint16_t)(gate_role + 2), i, h, width);
 }
 
@@ -305,9 +300,9 @@ static colibri_status find_moe(const loader *l, clb_graph_layer *layer, int32_t 
     return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "layer %d: top_k = %llu of %llu experts", i,
                     (unsigned long long)g->top_k, (unsigned long long)layer->n_experts);
   }
-  TRY(find(l, &layer->router, CLB_ROLE_ROUTER, i, layer->n_experts, g->hidden));
+  CLB_TRY(find(l, &layer->router, CLB_ROLE_ROUTER, i, layer->n_experts, g->hidden));
   if (g->shared_width == 0) return COLIBRI_OK;
-  TRY(find_gated(l, layer, i, CLB_ROLE_SHARED_GATE, g->shared_width));
+  CLB_TRY(find_gated(l, layer, i, CLB_ROLE_SHARED_GATE, g->shared_width));
   if (!g->shared_gated) return COLIBRI_OK;
   return find(l, &layer->shared_router, CLB_ROLE_SHARED_ROUTER, i, 0, g->hidden);
 }
@@ -358,16 +353,16 @@ static colibri_status check_all_used(const loader *l) {
 
 static colibri_status find_tensors(loader *l) {
   clb_graph *g = l->graph;
-  TRY(find(l, &g->token_embd, CLB_ROLE_TOKEN_EMBD, -1, g->vocab, g->hidden));
-  TRY(find(l, &g->output, CLB_ROLE_OUTPUT, -1, g->vocab, g->hidden));
-  TRY(find(l, &g->output_norm, CLB_ROLE_OUTPUT_NORM, -1, 0, g->hidden));
+  CLB_TRY(find(l, &g->token_embd, CLB_ROLE_TOKEN_EMBD, -1, g->vocab, g->hidden));
+  CLB_TRY(find(l, &g->output, CLB_ROLE_OUTPUT, -1, g->vocab, g->hidden));
+  CLB_TRY(find(l, &g->output_norm, CLB_ROLE_OUTPUT_NORM, -1, 0, g->hidden));
   for (size_t i = 0; i < g->n_layers; i++) {
     clb_graph_layer *layer = &g->layers[i];
-    TRY(find_attention(l, layer, (int32_t)i));
+    CLB_TRY(find_attention(l, layer, (int32_t)i));
     if (layer->moe) {
-      TRY(find_moe(l, layer, (int32_t)i));
+      CLB_TRY(find_moe(l, layer, (int32_t)i));
     } else {
-      TRY(find_gated(l, layer, (int32_t)i, CLB_ROLE_DENSE_GATE, g->dense_width));
+      CLB_TRY(find_gated(l, layer, (int32_t)i, CLB_ROLE_DENSE_GATE, g->dense_width));
     }
   }
   return check_all_used(l);
@@ -399,7 +394,7 @@ static colibri_status check_layouts(const loader *l) {
   for (size_t i = 0; i < clb_container_n_layouts(l->container); i++) {
     const clb_layout *layout = clb_container_layout(l->container, (uint32_t)i);
     for (size_t p = 0; p < layout->n_parts; p++) {
-      TRY(check_part(l, (uint32_t)i, &layout->parts[p]));
+      CLB_TRY(check_part(l, (uint32_t)i, &layout->parts[p]));
       if (layout->parts[p].role == CLB_PART_GATE && layout->parts[p].rows > g->max_width) {
         g->max_width = layout->parts[p].rows;
       }
@@ -415,12 +410,12 @@ static colibri_status check_layouts(const loader *l) {
 colibri_status clb_graph_load(const clb_container *container, clb_graph *graph, clb_error error) {
   *graph = (clb_graph){0};
   loader l = {container, graph, error};
-  TRY(check_executable(&l));
-  TRY(check_keys_known(&l));
-  TRY(read_switches(&l));
-  TRY(read_sizes(&l));
-  TRY(read_arrays(&l));
-  TRY(find_tensors(&l));
+  CLB_TRY(check_executable(&l));
+  CLB_TRY(check_keys_known(&l));
+  CLB_TRY(read_switches(&l));
+  CLB_TRY(read_sizes(&l));
+  CLB_TRY(read_arrays(&l));
+  CLB_TRY(find_tensors(&l));
   return check_layouts(&l);
 }
 

@@ -10,7 +10,6 @@ enum {
 typedef struct {
   const clb_engine *engine;
   const clb_linear *linears;
-  size_t n;
   size_t rows_per_task[CLB_MAX_LINEARS];
   size_t first_task[CLB_MAX_LINEARS + 1];
 } linear_job;
@@ -49,7 +48,7 @@ static void linear_task(void *context, size_t task, size_t worker) {
 }
 
 void clb_linear_run(clb_engine *e, const clb_linear *linears, size_t n) {
-  linear_job job = {.engine = e, .linears = linears, .n = n};
+  linear_job job = {.engine = e, .linears = linears};
   for (size_t i = 0; i < n; i++) {
     const clb_linear *l = &linears[i];
     size_t products_per_row = l->w->cols * l->n_tokens * (l->up ? 2 : 1);

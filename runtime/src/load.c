@@ -16,12 +16,6 @@ enum {
   SCRATCH_ALIGNMENT = 64,  // bytes
 };
 
-#define TRY(call)                                    \
-  do {                                               \
-    colibri_status try_status = (call);              \
-    if (try_status != COLIBRI_OK) return try_status; \
-  } while (0)
-
 static uint64_t align_up(uint64_t n, uint64_t alignment) {
   return (n + alignment - 1) / alignment * alignment;
 }
@@ -207,7 +201,7 @@ static colibri_status plan_memory(clb_engine *e, uint64_t cache_asked, colibri_m
   m->kv_bytes = e->kv.n_bytes;
   m->scratch_bytes = e->scratch_memory.n_bytes;
   m->available_bytes = clb_available_memory();
-  TRY(plan_cache(e, cache_asked, m));
+  CLB_TRY(plan_cache(e, cache_asked, m));
   m->total_bytes = m->metadata_bytes + m->resident_bytes + m->kv_bytes + m->cache_bytes + m->scratch_bytes;
   return COLIBRI_OK;
 }
@@ -224,8 +218,8 @@ colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_op
   char text[COLIBRI_ERROR_BYTES] = "";
   e->container = clb_container_open(path, text, sizeof text);
   if (!e->container) return clb_fail(e->error, COLIBRI_ERROR_FORMAT, "%s", text);
-  TRY(clb_graph_load(e->container, &e->graph, e->error));
-  TRY(check_options(e, options));
+  CLB_TRY(clb_graph_load(e->container, &e->graph, e->error));
+  CLB_TRY(check_options(e, options));
   e->token_embd = matrix_of(e->graph.token_embd);
   e->output = matrix_of(e->graph.output);
   e->embedding_offset = e->graph.token_embd->offset;
@@ -367,10 +361,10 @@ static colibri_status allocate(clb_engine *e, clb_arena *arena, const char *what
 }
 
 static colibri_status allocate_all(clb_engine *e) {
-  TRY(allocate(e, &e->resident, "resident tensors"));
-  TRY(allocate(e, &e->vectors, "norms and biases"));
-  TRY(allocate(e, &e->kv, "keys and values; a smaller context needs less"));
-  TRY(allocate(e, &e->scratch_memory, "scratch; a smaller batch size needs less"));
+  CLB_TRY(allocate(e, &e->resident, "resident tensors"));
+  CLB_TRY(allocate(e, &e->vectors, "norms and biases"));
+  CLB_TRY(allocate(e, &e->kv, "keys and values; a smaller context needs less"));
+  CLB_TRY(allocate(e, &e->scratch_memory, "scratch; a smaller batch size needs less"));
   // Only a hint: weights are read from one end to the other.
   (void)madvise(e->resident.pages, e->resident.n_bytes, MADV_HUGEPAGE);
   place_scratch(e, e->scratch_memory.pages);
@@ -384,7 +378,7 @@ static colibri_status allocate_all(clb_engine *e) {
 colibri_status clb_engine_open(clb_engine *e) {
   char text[COLIBRI_ERROR_BYTES] = "";
   e->kernels = clb_kernels_best();
-  TRY(allocate_all(e));
+  CLB_TRY(allocate_all(e));
   e->pool = clb_pool_open(e->n_threads);
   if (!e->pool) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "%zu compute threads cannot be started", e->n_threads);
   if (!clb_file_open(&e->file, clb_container_fd(e->container), text, sizeof text)) {
