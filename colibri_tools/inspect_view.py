@@ -13,13 +13,16 @@ from rich.text import Text
 from colibri_tools.inspect import Inspection, Region
 from colibri_tools.output import format_bytes, format_count
 
-_COLOURS = {
-    "metadata": "yellow",
-    "reserve": "bright_black",
-    "resident": "blue",
-    "experts": "red",
-    "padding": "bright_black",
+_STYLES = {
+    "metadata": ("▒", "yellow"),
+    "reserve": ("░", "bright_black"),
+    "resident": ("▓", "blue"),
+    "experts": ("█", "red"),
+    "padding": ("·", "bright_black"),
 }
+"""Glyph and colour of a kind of region: the map reads without colours too."""
+
+_MAX_BAR = 100
 _MAX_ROWS = 200
 _MIN_SHOWN_BYTES = 64
 """Gaps between sections are smaller: --json lists them."""
@@ -118,12 +121,14 @@ def _types(types: dict[str, dict[str, int]]) -> str:
 def _map(regions: list[Region], width: int) -> Group:
     """A bar in proportion to bytes, and a table of the regions below it."""
     total = sum(region.n_bytes for region in regions)
+    width = min(width, _MAX_BAR)
     bar = Text()
     drawn, end = 0, 0
     for region in regions:
         end += region.n_bytes
         cells = round(end * width / total) - drawn
-        bar.append("█" * cells, style=_COLOURS[region.kind])
+        glyph, colour = _STYLES[region.kind]
+        bar.append(glyph * cells, style=colour)
         drawn += cells
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("region")
@@ -132,7 +137,8 @@ def _map(regions: list[Region], width: int) -> Group:
     table.add_column("share", justify="right", no_wrap=True)
     shown = [r for r in regions if r.n_bytes >= _MIN_SHOWN_BYTES]
     for region in shown[:_MAX_ROWS]:
-        name = Text.assemble(("■ ", _COLOURS[region.kind]), region.name)
+        glyph, colour = _STYLES[region.kind]
+        name = Text.assemble((f"{glyph * 2} ", colour), region.name)
         share = f"{region.n_bytes / total:.2%}"
         table.add_row(name, f"{region.offset:,}", f"{region.n_bytes:,}", share)
     more = len(shown) - _MAX_ROWS

@@ -56,6 +56,7 @@ class RepackResult:
     experts_per_layer: tuple[int, ...]
     n_blocks: int
     n_tensors: int
+    n_aliases: int
     total_params: int
     active_params: int
     accounting: Accounting
@@ -333,6 +334,7 @@ def _result(
         experts_per_layer=tuple(row.n_experts for row in container.rows),
         n_blocks=container.n_blocks,
         n_tensors=len(container.tensors),
+        n_aliases=sum(t.alias_index is not None for t in container.tensors),
         total_params=mapping.spec["total_params"],
         active_params=mapping.spec["active_params"],
         accounting=container.accounting(),

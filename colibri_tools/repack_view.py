@@ -30,7 +30,7 @@ def _rows(result: RepackResult) -> list[tuple[str, str]]:
         ("family", escape(f"{result.family}: {result.why}")),
         ("layers", f"{result.n_layers}, {result.n_moe_layers} with experts"),
         ("experts", f"{result.n_blocks} blocks, {format_bytes(parts.expert_bytes)}"),
-        ("resident", f"{result.n_tensors} tensors, {format_bytes(parts.resident_bytes)}"),
+        ("resident", f"{_tensors(result)}, {format_bytes(parts.resident_bytes)}"),
         ("padding", f"{format_bytes(parts.padding_bytes)} ({parts.padding_share:.2%})"),
         ("parameters", f"{format_count(result.total_params)}, {_active(result)} per token"),
         ("types", ", ".join(f"{name} {format_bytes(n)}" for name, n in result.types.items())),
@@ -43,6 +43,11 @@ def _rows(result: RepackResult) -> list[tuple[str, str]]:
         speed = f"{format_bytes(round(result.bytes_per_second))}/s"
         rows.append(("time", f"{result.seconds:.1f} s, {speed}, {result.threads} threads"))
     return rows
+
+
+def _tensors(result: RepackResult) -> str:
+    aliases = f", {result.n_aliases} of them an alias" if result.n_aliases else ""
+    return f"{result.n_tensors} tensors{aliases}"
 
 
 def _active(result: RepackResult) -> str:

@@ -38,7 +38,8 @@ def verify_container(
     """
     if quick and against is not None:
         raise UsageError("--quick reads no payload, so it excludes --against")
-    report = VerifyReport(os.fspath(path), quick=quick)
+    source_name = None if against is None else os.fspath(against)
+    report = VerifyReport(os.fspath(path), quick=quick, against=source_name)
     with report.timed(), ExitStack() as stack:
         source = None if against is None else stack.enter_context(open_source(against))
         try:

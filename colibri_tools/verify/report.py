@@ -42,12 +42,14 @@ class VerifyReport:
     """What was checked and what is wrong.
 
     `checked_blocks` and `checked_tensors` count payloads that were read whole; `bytes` all bytes
-    that were read. `n_errors` counts also the errors that are not listed.
+    that were read. `against` names the source that it was compared with. `n_errors` counts also the
+    errors that are not listed.
     """
 
     path: str
     kind: Literal["container", "source"] = "container"
     quick: bool = False
+    against: str | None = None
     ok: bool = True
     checked_blocks: int = 0
     checked_tensors: int = 0
@@ -94,6 +96,8 @@ class VerifyReport:
         what = f"{self.checked_blocks} blocks and {self.checked_tensors} tensors read whole"
         if self.quick:
             what = "everything but the payload"
+        if self.against is not None and self.ok:
+            what += f", equal to {escape(self.against)}"
         console.print(f"{verdict}: {what}, {read} in {self.seconds:.1f} s", soft_wrap=True)
 
 
