@@ -119,8 +119,7 @@ typedef struct clb_container clb_container;
 /* Opens and validates everything of the file but payload bytes and block padding (rules 1-20, 23, 24).
  * Returns NULL and fills `error` (one line, always NUL-terminated) on failure. */
 clb_container *clb_container_open(const char *path, char *error, size_t error_bytes);
-/* The same over a descriptor that the container does not own (dup'ed), and over memory (for fuzzing):
- * `metadata` holds the file's first bytes, up to data_offset at least. */
+/* The same over memory (for fuzzing): `metadata` holds the file's first bytes, up to data_offset at least. */
 clb_container *clb_container_open_memory(const uint8_t *metadata, size_t n_bytes, uint64_t file_size, char *error,
                                          size_t error_bytes);
 void clb_container_close(clb_container *c);
