@@ -114,7 +114,7 @@ colibri repack mixtral-Q4_K_M.gguf -o mixtral.colibri --dry-run
 @click.option("--force", is_flag=True, help="Replace an existing OUT.")
 @click.option("--hash-sources", is_flag=True, help="Record the SHA-256 of whole source files.")
 def repack_command(output: Output, source: Path, out: Path, **options: Any) -> None:
-    """Turn the checkpoint SOURCE into one container.
+    """Turn a checkpoint (SOURCE) into one container.
 
     SOURCE is a Hugging Face directory, one .safetensors file, a Hub cache snapshot, or a .gguf
     file (any member of a split). Numbers are carried over bit for bit.
@@ -142,7 +142,10 @@ colibri inspect model.colibri --blocks --json | jq '.blocks[0]'
 @click.option("--expert", type=click.IntRange(0), help="Only this expert's blocks.")
 @click.option("--tensor", help="Details of the tensor with this name.")
 def inspect_command(output: Output, path: Path, **options: Any) -> None:
-    """Show what a container, Hugging Face directory, safetensors or GGUF file holds."""
+    """Show what a container or a checkpoint holds.
+
+    PATH is a container, a Hugging Face directory, a .safetensors or a .gguf file.
+    """
     from colibri_tools.inspect import inspect
 
     report(output, inspect(path, **options))
@@ -161,7 +164,10 @@ colibri verify ./Qwen3-30B-A3B --quick
 @click.option("--against", type=PATH, help="Compare a container's numbers with this source.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Worker threads; 0 = all cores.")
 def verify_command(output: Output, path: Path, **options: Any) -> None:
-    """Check a container's every byte, or that a source is complete and sound.
+    """Check every byte of a container, or a checkpoint.
+
+    A checkpoint is complete when all its files are there and whole, their headers sound, every
+    tensor has its place, and no value is NaN or infinite.
 
     Exit code 1 if anything is wrong; each error names its place.
     """
@@ -219,7 +225,9 @@ echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperatur
 @click.option("--logits", type=PATH, help="Write the prompt's logits here (.npy, float32).")
 @click.option("--profile", is_flag=True, help="Show where the time went.")
 def run_command(output: Output, path: Path, **options: Any) -> None:
-    """Run the container PATH: prompt in, text out, experts read on demand.
+    """Run a container: prompt in, text out.
+
+    Experts are read on demand into a bounded cache.
 
     The text goes to standard output as it is made, the measurements to standard error.
     """

@@ -90,7 +90,7 @@ class RunResult:
         console.print(
             f"prompt: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s; "
             f"generated: {self.generated_tokens} tokens in {self.decode_seconds:.2f} s{rate}, "
-            f"stopped by {self.stop_reason}",
+            f"stopped: {self.stop_reason}",
             soft_wrap=True,
         )
         io, hit_rate = self.io, self.io["hit_rate"]

@@ -77,7 +77,7 @@ def test_eos_ends_the_output(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model.colibri", eos_ids=[free[6]])
     shown = colibri_run(model, "--tokens", "1,2,3", "--max-tokens", 12)
     assert [int(word) for word in shown.stdout.split()] == free[: free.index(free[6]) + 1]
-    assert "stopped by eos" in shown.stderr
+    assert "stopped: eos" in shown.stderr
 
 
 def test_help_and_version(model: Path) -> None:
@@ -173,4 +173,4 @@ def test_ctrl_c_shows_what_was_made(model: Path) -> None:
     assert process.returncode == 130
     assert 1 <= len(made) < 4000
     assert f"generated: {len(made)} tokens" in report.decode()
-    assert "stopped by interrupted" in report.decode()
+    assert "stopped: interrupted" in report.decode()

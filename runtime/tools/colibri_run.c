@@ -477,7 +477,7 @@ static void print_profile(const colibri_metrics *m) {
 }
 
 static void print_report(const settings *s, const outcome *o, const colibri_metrics *m) {
-  fprintf(stderr, "prompt: %zu tokens in %.2f s; generated: %zu tokens in %.2f s (%.1f tokens/s), stopped by %s\n",
+  fprintf(stderr, "prompt: %zu tokens in %.2f s; generated: %zu tokens in %.2f s (%.1f tokens/s), stopped: %s\n",
           o->n_prompt, o->prefill_seconds, o->n_generated, o->decode_seconds, tokens_per_second(o), o->stop_reason);
   colibri_memory memory;
   colibri_get_memory(g_model, &memory);
