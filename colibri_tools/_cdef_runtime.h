@@ -109,6 +109,7 @@ typedef struct {
   uint64_t reads, bytes_read;
   const char *io_backend;
   bool io_direct;
+  const char *io_reason;
 } colibri_metrics;
 
 void colibri_get_metrics(const colibri_model *model, colibri_metrics *metrics);

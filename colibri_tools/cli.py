@@ -234,19 +234,14 @@ def run_command(output: Output, path: Path, **options: Any) -> None:
     from colibri_tools.run import run
 
     result = run(path, on_text=None if output.json_mode else output.text, **options)
-    for text in result.notes:
-        output.note(text)
     output.measured(result)
     if result.interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
 
 
 def report(output: Output, result: Any) -> None:
-    """Show a result's warnings and notes, then the result."""
-    for text in getattr(result, "notes", ()):
-        output.note(text)
-    for text in getattr(result, "warnings", ()):
-        output.warn(text)
+    """Show a result's notes and warnings, then the result."""
+    output.remarks(result)
     output.result(result)
 
 

@@ -85,6 +85,7 @@ class Stats:
     bytes_read: int
     io_backend: str
     io_direct: bool
+    io_reason: str
 
     @property
     def hit_rate(self) -> float | None:
@@ -278,6 +279,7 @@ class Engine:
         lib.colibri_get_metrics(self._handle(), m)
         values = _fields(Stats, m)
         values["io_backend"] = _text(m.io_backend)
+        values["io_reason"] = _text(m.io_reason)
         return Stats(**values)
 
     def reset_stats(self) -> None:

@@ -77,8 +77,17 @@ class Output:
             self.document(result.to_json())
             return
         sys.stdout.write("\n")
+        sys.stdout.flush()
+        self.remarks(result)
         if not self.quiet:
             result.render(self.err)
+
+    def remarks(self, result: Any) -> None:
+        """Say a result's notes and warnings."""
+        for text in getattr(result, "notes", ()):
+            self.note(text)
+        for text in getattr(result, "warnings", ()):
+            self.warn(text)
 
     def document(self, data: dict[str, Any]) -> None:
         """Print one strict JSON document."""

@@ -53,6 +53,7 @@ class RunResult:
     memory: Memory
     show_profile: bool = False
     notes: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = field(default=())
 
     @property
     def interrupted(self) -> bool:
@@ -79,6 +80,7 @@ class RunResult:
             "io": self.io,
             "stop_reason": self.stop_reason,
             "seed": self.seed,
+            "warnings": list(self.warnings),
         }
         if self.show_profile:
             document["profile"] = self.profile()
@@ -303,6 +305,9 @@ class _Generation:
         steps = max(len(self.tokens) - 1, 0)  # the first token comes out of the prompt
         stats = self.engine.stats()
         notes = []
+        warnings: tuple[str, ...] = ()
+        if not stats.io_direct:
+            warnings = (f"reads go through the page cache: {stats.io_reason}",)
         if self.stop_reason == "context":
             notes.append(f"the context of {self.engine.info.ctx} positions is full; see --ctx")
         return RunResult(
@@ -321,6 +326,7 @@ class _Generation:
             memory=self.engine.memory,
             show_profile=profile,
             notes=tuple(notes),
+            warnings=warnings,
         )
 
 

@@ -102,3 +102,22 @@ def test_case_6_3_refused_direct_reads_fall_back_to_the_same_logits(
     command = [sys.executable, "-c", _RUN, path, ",".join(map(str, PROMPT)), out]
     subprocess.run(command, check=True, env={**os.environ, "LD_PRELOAD": str(shim)}, cwd=tmp_path)
     assert np.array_equal(np.load(out), run(path)[0])
+
+
+def test_case_6_3_buffered_reads_are_one_warning(containers: Containers, tmp_path: Path) -> None:
+    (tmp_path / "shim.c").write_text(_NO_DIRECT)
+    shim = tmp_path / "shim.so"
+    build = ["cc", "-shared", "-fPIC", "-o", shim, tmp_path / "shim.c", "-ldl"]
+    subprocess.run(build, check=True)
+    code = "from colibri_tools.cli import main; main()"
+    command = [sys.executable, "-c", code, "run", containers.hf("olmoe"), "--tokens", "1,2,3"]
+    done = subprocess.run(
+        command,
+        check=True,
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+    )
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("warning:")]
+    assert len(warnings) == 1
+    assert "page cache" in warnings[0]

@@ -184,6 +184,7 @@ typedef struct {
   uint64_t reads, bytes_read; /* of expert blocks */
   const char *io_backend;     /* "pread" */
   bool io_direct;             /* reads bypass the page cache */
+  const char *io_reason;      /* why they do not; "" when they do */
 } colibri_metrics;
 
 COLIBRI_API void colibri_get_metrics(const colibri_model *model, colibri_metrics *metrics);

@@ -335,6 +335,7 @@ void colibri_get_metrics(const colibri_model *m, colibri_metrics *metrics) {
   metrics->bytes_read = store.bytes_read - m->store_base.bytes_read;
   metrics->io_backend = store.backend;
   metrics->io_direct = store.direct;
+  metrics->io_reason = store.reason;
 }
 
 void colibri_reset_metrics(colibri_model *m) {

@@ -486,6 +486,7 @@ static void print_report(const settings *s, const outcome *o, const colibri_metr
           (double)memory.cache_bytes / 0x1p20, (double)memory.all_experts_bytes / 0x1p20,
           m->expert_requests ? 100 * (double)m->expert_hits / (double)m->expert_requests : 0.0, m->io_backend,
           m->io_direct ? "direct" : "buffered", m->reads, (double)m->bytes_read / 0x1p20, m->io_wait_seconds);
+  if (!m->io_direct) fprintf(stderr, "warning: reads go through the page cache: %s\n", m->io_reason);
   fprintf(stderr, "memory: peak %.1f MiB\n", (double)peak_rss_bytes() / 0x1p20);
   if (s->profile) print_profile(m);
 }
