@@ -437,6 +437,11 @@ static void print_json(const settings *s, const outcome *o, const colibri_metric
   for (size_t i = 0; i < o->n_generated; i++) printf("%s%" PRIu32, i ? ", " : "", o->ids[o->n_prompt + i]);
   printf("],\n  \"prompt_tokens\": %zu,\n  \"generated_tokens\": %zu,\n", o->n_prompt, o->n_generated);
   printf("  \"stop_reason\": \"%s\",\n", o->stop_reason);
+  char warning[COLIBRI_ERROR_BYTES];
+  snprintf(warning, sizeof warning, "reads go through the page cache: %s", m->io_reason);
+  printf("  \"warnings\": [");
+  if (!m->io_direct) print_json_string(warning);
+  printf("],\n");
   if (s->sampling.temperature > 0) {
     printf("  \"seed\": %" PRIu64 ",\n", s->sampling.seed);
   } else {
