@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from colibri_tools import __version__
-from colibri_tools.errors import ColibriError
+from colibri_tools.errors import ColibriError, hints
 from colibri_tools.output import Output, parse_size
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 0, 1, 2, 130, 141
@@ -39,6 +39,10 @@ class SizeType(IntParam):
             return parse_size(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Interrupted(Exception):
+    """A command was ended by Ctrl-C or SIGTERM; the text says what it left behind, if anything."""
 
 
 SIZE = SizeType()
@@ -64,7 +68,10 @@ def command(name: str, *, example: str) -> Callable[[Callable[..., Any]], click.
     def decorate(function: Callable[..., Any]) -> click.Command:
         @wraps(function)
         def call(json_mode: bool, quiet: bool, debug: bool, **options: Any) -> Any:
-            return function(Output(json_mode=json_mode, quiet=quiet), **options)
+            try:
+                return function(Output(json_mode=json_mode, quiet=quiet), **options)
+            except KeyboardInterrupt as error:  # click would drop its message
+                raise Interrupted(str(error)) from error
 
         for option in (
             click.option("--debug", is_flag=True, help="Show a traceback on failure."),
@@ -112,6 +119,7 @@ colibri repack mixtral-Q4_K_M.gguf -o mixtral.colibri --dry-run
 @click.option("--threads", type=click.IntRange(0), default=0, help="Worker threads; 0 = all cores.")
 @click.option("--dry-run", is_flag=True, help="Plan and print everything, write nothing.")
 @click.option("--force", is_flag=True, help="Replace an existing OUT.")
+@click.option("--restart", is_flag=True, help="Discard what an interrupted job left of OUT.")
 @click.option("--hash-sources", is_flag=True, help="Record the SHA-256 of whole source files.")
 def repack_command(output: Output, source: Path, out: Path, **options: Any) -> None:
     """Turn a checkpoint (SOURCE) into one container.
@@ -248,7 +256,9 @@ def report(output: Output, result: Any) -> None:
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit. The only place that turns errors into exit codes."""
     args = list(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup, a background job: stay deaf
+            signal.signal(signum, _interrupt)
     output = Output(json_mode="--json" in args)
     try:
         code = _run(args, output)
@@ -260,6 +270,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _interrupt(signum: int, frame: object) -> NoReturn:
+    # The first signal ends a job in order; the second one, of somebody in a hurry, ends it at once.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
@@ -274,7 +287,9 @@ def _run(args: list[str], output: Output) -> int:
         hint = f"; see '{error.ctx.command_path} -h'" if getattr(error, "ctx", None) else ""  # type: ignore[attr-defined]
         output.failure("UsageError", f"{error.format_message().rstrip('.')}{hint}", EXIT_USAGE)
         return EXIT_USAGE
-    except (KeyboardInterrupt, click.Abort) as error:
+    except (Interrupted, KeyboardInterrupt, click.Abort) as error:
+        if output.err.is_terminal:  # it has ^C on the line
+            output.err.print()
         output.failure("Interrupted", str(error) or "interrupted", EXIT_INTERRUPTED)
         return EXIT_INTERRUPTED
     except ColibriError as error:
@@ -288,8 +303,8 @@ def _run(args: list[str], output: Output) -> int:
         if "--debug" in args:
             raise
         where = f"{error.filename}: " if error.filename else ""
-        output.failure("OSError", f"{where}{error.strerror or error}", EXIT_FAILED)
+        output.failure("OSError", f"{where}{error.strerror or error}{hints(error)}", EXIT_FAILED)
         return EXIT_FAILED
-    except MemoryError:
-        output.failure("MemoryError", "not enough memory", EXIT_FAILED)
+    except MemoryError as error:
+        output.failure("MemoryError", f"not enough memory{hints(error)}", EXIT_FAILED)
         return EXIT_FAILED

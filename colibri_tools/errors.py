@@ -13,8 +13,11 @@ __all__ = [
     "ColibriError",
     "FormatError",
     "JobError",
+    "ReadError",
     "SourceError",
     "UsageError",
+    "add_hint",
+    "hints",
     "quote",
     "quote_some",
 ]
@@ -42,6 +45,10 @@ class SourceError(ColibriError):
     """A source is incomplete, unreadable, unsafe to open or of an unsupported kind."""
 
 
+class ReadError(SourceError):
+    """A source cannot be read now; nothing is wrong with its contents as far as one knows."""
+
+
 class JobError(ColibriError):
     """A job cannot go on although its input is sound (no space, a failed write, a refusal)."""
 
@@ -50,6 +57,22 @@ class UsageError(ColibriError):
     """The command line or a call asks for something that makes no sense. Exit code 2."""
 
     exit_code = 2
+
+
+def add_hint(error: BaseException, text: str) -> None:
+    """Add what to do next to an error that is on its way up."""
+    if isinstance(error, ColibriError):
+        error.message = f"{error.message}; {_printable(text)}"
+        error.args = (error.message,)
+    elif isinstance(error, KeyboardInterrupt):
+        error.args = (f"interrupted; {_printable(text)}",)
+    else:  # as add_note of Python 3.11, which tracebacks show
+        error.__dict__.setdefault("__notes__", []).append(_printable(text))
+
+
+def hints(error: BaseException) -> str:
+    """Return what `add_hint` added to an error that has no message of its own to hold it."""
+    return "".join(f"; {text}" for text in getattr(error, "__notes__", ()))
 
 
 def quote(text: object, limit: int = 120) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colibri_tools.container.layout import Accounting
+from colibri_tools.container.workfiles import SourceState
 from colibri_tools.container.writer import ContainerWriter, check_output, check_space
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import JobError, SourceError, UsageError, quote
@@ -61,6 +62,7 @@ class RepackResult:
     active_params: int
     accounting: Accounting
     file_bytes: int
+    n_kept: int
     threads: int
     seconds: float
     bytes_per_second: float
@@ -89,6 +91,7 @@ def repack(
     threads: int = 0,
     dry_run: bool = False,
     force: bool = False,
+    restart: bool = False,
     hash_sources: bool = False,
     progress: Progress | None = None,
 ) -> RepackResult:
@@ -98,9 +101,13 @@ def repack(
     done and in total. `hash_sources` records the SHA-256 of whole source files. With `dry_run`
     everything is planned and checked and nothing is written.
 
+    What an earlier call with the same source and options left when it was interrupted is checked
+    and used; `restart` discards it.
+
     Raises SourceError (the source is incomplete, unsupported or has NaN or Inf), FormatError (a
     file of it is broken), UsageError (options, an output that exists or is an input), JobError
-    (space, memory, a failing write). No output file is left behind by any of them.
+    (space, memory, a failing write). None of them leaves an output file; what an interruption, a
+    failing disk or a JobError leaves to go on with is named in the message.
     """
     started = time.monotonic()
     if threads < 0:
@@ -111,14 +118,22 @@ def repack(
         digests = _hash_sources(source, meter, dry_run) if hash_sources else None
         plan = plan_repack(source, RepackOptions(align, digests))
         n_threads = _thread_count(threads, plan)
-        container_id = ""
+        done = _Done()
         if dry_run:
             check_space(out, plan.container.file_size)
         else:
             meter.total += plan.payload_bytes
-            container_id = _execute(plan, source, Path(out), force, n_threads, meter)
+            writer = ContainerWriter(
+                plan.container,
+                out,
+                force=force,
+                restart=restart,
+                forbid_identities=source.identities(),
+                sources=_states(source),
+            )
+            done = _execute(plan, source, writer, n_threads, meter)
     seconds = time.monotonic() - started
-    return _result(plan, source, Path(out), dry_run, container_id, n_threads, seconds)
+    return _result(plan, source, Path(out), dry_run, done, n_threads, seconds)
 
 
 def _hash_sources(source: Source, meter: _Meter, dry_run: bool) -> tuple[str, ...]:
@@ -170,17 +185,43 @@ def _available_memory() -> int | None:
 # ---------------------------------------------------------------- execution
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What came out of writing."""
+
+    id: str = ""
+    notes: tuple[str, ...] = ()
+    n_kept: int = 0
+
+
+def _states(source: Source) -> list[SourceState]:
+    return [
+        SourceState(file.name, file.size, stamp, file.header_sha256)
+        for file, stamp in zip(source.files, source.stamps(), strict=True)
+    ]
+
+
 def _execute(
-    plan: RepackPlan, source: Source, out: Path, force: bool, n_threads: int, meter: _Meter
-) -> str:
-    """Copy everything, seal the container and return its id."""
-    with ContainerWriter(
-        plan.container, out, force=force, forbid_identities=source.identities()
-    ) as writer:
+    plan: RepackPlan, source: Source, writer: ContainerWriter, n_threads: int, meter: _Meter
+) -> _Done:
+    """Copy everything and seal the container."""
+    with writer:
+        notes = []
+        resumed = writer.resumed
         source.advise_sequential()
         _Copier(plan, source, writer, meter).run(n_threads)
         source.check_unchanged()
-        return writer.seal()
+        if resumed:
+            damaged = f", {writer.n_damaged} damaged ones written again" if writer.n_damaged else ""
+            notes.append(
+                f"went on with an earlier job: {writer.n_kept} of {len(plan.tasks)} tensors and "
+                f"blocks kept{damaged}"
+            )
+        return _Done(writer.seal(), tuple(notes), writer.n_kept)
+
+
+class _Stopped(Exception):
+    """Another thread failed; what this one was doing is given up."""
 
 
 class _Copier:
@@ -221,11 +262,27 @@ class _Copier:
                 task = next(self._tasks, None)
             if task is None:
                 return
-            if isinstance(task, BlockTask):
-                self._copy_block(task, buffer[: task.n_bytes])
-            else:
-                self._writer.write_tensor(task.name, self._chunks(task))
-                self._source.drop(task.tensor)
+            try:
+                if isinstance(task, BlockTask):
+                    self._do_block(task, buffer[: task.n_bytes])
+                else:
+                    self._do_tensor(task)
+            except _Stopped:
+                return
+
+    def _do_block(self, task: BlockTask, block: memoryview) -> None:
+        if not self._writer.keep_block(task.row, task.expert):
+            self._copy_block(task, block)
+        self._meter.add(task.n_bytes)
+        for read in task.reads:
+            self._done_reading(read.tensor.name)
+
+    def _do_tensor(self, task: TensorTask) -> None:
+        if self._writer.keep_tensor(task.name):
+            self._meter.add(task.n_bytes)
+            return
+        self._writer.write_tensor(task.name, self._chunks(task))
+        self._source.drop(task.tensor)
 
     def _copy_block(self, task: BlockTask, block: memoryview) -> None:
         end = 0
@@ -242,9 +299,6 @@ class _Copier:
                 place = f"layer {task.layer} expert {task.expert} {read.part.label}"
                 raise _not_finite(read.tensor, index, bad[1], place, divmod(bad[0], read.cols))
         self._writer.write_block(task.row, task.expert, block)
-        self._meter.add(task.n_bytes)
-        for read in task.reads:
-            self._done_reading(read.tensor.name)
 
     def _done_reading(self, name: str) -> None:
         with self._lock:
@@ -259,6 +313,8 @@ class _Copier:
         step = CHUNK_BYTES // dtype.block_bytes * dtype.block_bytes
         buffer = memoryview(bytearray(min(step, task.n_bytes)))
         for start in range(0, task.n_bytes, step):
+            if self._stop.is_set():
+                raise _Stopped
             chunk = buffer[: min(step, task.n_bytes - start)]
             self._source.read_into(task.tensor, start, chunk)
             n_weights = len(chunk) // dtype.block_bytes * dtype.block_weights
@@ -308,7 +364,7 @@ def _result(
     source: Source,
     out: Path,
     dry_run: bool,
-    container_id: str,
+    done: _Done,
     n_threads: int,
     seconds: float,
 ) -> RepackResult:
@@ -324,7 +380,7 @@ def _result(
     return RepackResult(
         out=out,
         dry_run=dry_run,
-        id=container_id,
+        id=done.id,
         source_kind=source.kind,
         family=mapping.family,
         why=mapping.why,
@@ -339,6 +395,7 @@ def _result(
         active_params=mapping.spec["active_params"],
         accounting=container.accounting(),
         file_bytes=file_bytes,
+        n_kept=done.n_kept,
         threads=n_threads,
         seconds=seconds,
         bytes_per_second=0.0 if dry_run else file_bytes / max(seconds, 1e-9),
@@ -346,7 +403,7 @@ def _result(
         dropped=mapping.dropped,
         missing_blobs=tuple(source.missing_blobs),
         warnings=tuple(mapping.warnings),
-        notes=(*mapping.notes, *_missing(source)),
+        notes=(*mapping.notes, *_missing(source), *done.notes),
     )
 
 

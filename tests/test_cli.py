@@ -199,21 +199,25 @@ def test_a_closed_pipe_is_no_traceback(container: Path) -> None:
     assert done.returncode in (0, 141)  # 0: all of it fitted into the pipe
 
 
+@pytest.mark.parametrize("when", ["early", "late"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_repack_leaves_nothing(tmp_path: Path, signum: signal.Signals) -> None:
-    spec = tiny.wide_spec("mixtral")
-    tiny.write_hf(tmp_path / "src", "mixtral", spec=spec)
+def test_an_interrupted_repack_says_what_is_left(
+    tmp_path: Path, signum: signal.Signals, when: str
+) -> None:
+    tiny.write_hf(tmp_path / "src", "mixtral")
     code = (
         "import time, colibri_tools.repack as r\n"
         "from colibri_tools.cli import main\n"
         "inner = r._Copier.run\n"
         "def slow(self, n):\n"
-        "    print('writing', flush=True); time.sleep(60); inner(self, n)\n"
+        f"    if '{when}' == 'late': inner(self, n)\n"
+        "    print('writing', flush=True); time.sleep(60)\n"
         "r._Copier.run = slow\n"
         "main()"
     )
+    out = tmp_path / "o"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "repack", str(tmp_path / "src"), "-o", str(tmp_path / "o")],
+        [sys.executable, "-c", code, "repack", str(tmp_path / "src"), "-o", str(out)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -225,7 +229,18 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path: Path, signum: signal.Sig
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "interrupted" in stderr and "Traceback" not in stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["src"]
+    assert len(stderr.splitlines()) == 1
+    left = sorted(p.name for p in tmp_path.iterdir())
+    if when == "early":
+        assert left == ["src"]
+        return
+    assert left == ["o.journal", "o.partial", "src"]
+    assert "36 of 36 blocks" in stderr and "o.partial" in stderr and "--restart" in stderr
+    done = colibri("repack", tmp_path / "src", "-o", out, "--json")
+    result = one_document(done.stdout)
+    assert result["n_kept"] == 36 + result["n_tensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o", "src"]
+    assert colibri("verify", out, "--against", tmp_path / "src").returncode == 0
 
 
 def test_starting_is_quick_because_heavy_imports_wait() -> None:

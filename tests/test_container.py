@@ -50,6 +50,7 @@ from colibri_tools.container import (
     RowSpec,
     RuleError,
     Stream,
+    destination,
     fileops,
     flusher,
     plan_container,
@@ -476,7 +477,7 @@ def test_seal_names_what_was_not_written(tmp_path: Path, plan: ContainerPlan) ->
             JobError, match=r"2 tensors and blocks .*'tensor norm', 'layer 1 expert 2'"
         ):
             out.seal()
-    assert leftovers(tmp_path) == []
+    assert leftovers(tmp_path) == WORK_FILES
 
 
 def test_each_tensor_and_block_is_written_once(tmp_path: Path, plan: ContainerPlan) -> None:
@@ -509,12 +510,39 @@ def test_wrong_sizes_and_names_are_refused(tmp_path: Path, plan: ContainerPlan) 
         out.seal()
 
 
+WORK_FILES = ["m.colibri.journal", "m.colibri.partial"]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt(), SystemExit(3)])
-def test_failure_removes_the_partial_file(tmp_path: Path, error: BaseException) -> None:
+def test_failure_keeps_what_was_written_and_says_so(tmp_path: Path, error: BaseException) -> None:
     plan = small_plan()
-    with pytest.raises(type(error)), ContainerWriter(plan, tmp_path / "m.colibri") as out:
+    with (
+        pytest.raises(type(error)) as caught,
+        ContainerWriter(plan, tmp_path / "m.colibri") as out,
+    ):
         out.write_block(0, 0, payload_of(plan, 0, 0))
-        assert leftovers(tmp_path) == ["m.colibri.partial"]
+        assert leftovers(tmp_path) == WORK_FILES
+        raise error
+    assert leftovers(tmp_path) == WORK_FILES
+    text = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert "1 of 8 blocks and 0 of 32 tensors are kept in" in text
+    assert "m.colibri.partial and " in text and "--restart" in text
+
+
+@pytest.mark.parametrize("error", [SourceError("x"), FormatError("x"), UsageError("x")])
+def test_a_refusal_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    plan = small_plan()
+    with pytest.raises(type(error), match=r"^x$"), ContainerWriter(plan, tmp_path / "m") as out:
+        out.write_block(0, 0, payload_of(plan, 0, 0))
+        raise error
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), KeyboardInterrupt(), JobError("x")])
+def test_a_failure_before_anything_is_written_leaves_nothing(
+    tmp_path: Path, error: BaseException
+) -> None:
+    with pytest.raises(type(error)), ContainerWriter(small_plan(), tmp_path / "m"):
         raise error
     assert leftovers(tmp_path) == []
 
@@ -596,9 +624,10 @@ def test_output_that_is_an_input_is_refused_also_with_force(tmp_path: Path, kind
 def test_left_partial_file_is_named_and_kept(tmp_path: Path) -> None:
     partial = tmp_path / "m.colibri.partial"
     partial.write_bytes(b"old")
-    with pytest.raises(JobError, match=r"m\.colibri\.partial is left .* delete it"):
+    with pytest.raises(JobError, match=r"m\.colibri\.partial cannot be resumed, .* --restart"):
         start(tmp_path / "m.colibri")
     assert partial.read_bytes() == b"old"
+    assert leftovers(tmp_path) == ["m.colibri.partial"]
 
 
 def test_two_jobs_for_one_output(tmp_path: Path, plan: ContainerPlan) -> None:
@@ -628,6 +657,9 @@ def test_output_that_appears_meanwhile_is_kept(
             monkeypatch.setattr(writer, "encode_metadata", appear)
             out.seal()
     assert path.read_bytes() == b"other"
+    assert leftovers(tmp_path) == ["m.colibri", *WORK_FILES]
+    write_container(plan, path, force=True)
+    assert verify_container(path).ok
     assert leftovers(tmp_path) == ["m.colibri"]
 
 
@@ -651,7 +683,7 @@ def _fill(out: ContainerWriter) -> None:
 def test_space_is_checked_before_anything_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_available", lambda out: 1_000_000)
+    monkeypatch.setattr(destination, "available_bytes", lambda out: 1_000_000)
     with pytest.raises(JobError, match=r"1429504 bytes needed, 1000000 available"):
         start(tmp_path / "m.colibri")
     assert leftovers(tmp_path) == []
@@ -659,7 +691,7 @@ def test_space_is_checked_before_anything_is_created(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", ["allocate", "pwritev", "fsync"])
-def test_failing_writes_leave_nothing(
+def test_failing_writes_at_the_start_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str
 ) -> None:
     def fail(*args: Any) -> int:
@@ -670,6 +702,28 @@ def test_failing_writes_leave_nothing(
     with pytest.raises(JobError, match=expected):
         make_container(tmp_path / "m.colibri")
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_failing_writes_later_keep_what_is_safe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    plan = small_plan()
+    real = os.pwritev
+    calls = 0
+
+    def fail(fd: int, buffers: list[Any], offset: int) -> int:
+        nonlocal calls
+        calls += offset >= plan.expert_offset
+        if calls == 4 and offset >= plan.expert_offset:
+            raise OSError(code, os.strerror(code))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    expected = "failed" if code == errno.EIO else "not enough disk space: 1429504 bytes needed"
+    with pytest.raises(JobError, match=f"{expected}.*3 of 8 blocks and 32 of 32 tensors are kept"):
+        make_container(tmp_path / "m.colibri")
+    assert leftovers(tmp_path) == WORK_FILES
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -377,7 +377,7 @@ def test_a_source_that_changes_meanwhile_leaves_no_output(tmp_path: Path) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
-def test_an_interrupted_job_stops_its_threads_and_leaves_no_output(tmp_path: Path) -> None:
+def test_an_interrupted_job_stops_its_threads_and_keeps_what_it_did(tmp_path: Path) -> None:
     source = small_hf(tmp_path / "hf", "olmoe")
     calls = 0
 
@@ -387,10 +387,11 @@ def test_an_interrupted_job_stops_its_threads_and_leaves_no_output(tmp_path: Pat
         if calls == 3:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted; .* kept in .*m\.colibri\.partial"):
         repack(source, tmp_path / "m.colibri", threads=1, progress=interrupt)
     assert calls == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["hf", "m.colibri.journal", "m.colibri.partial"]
 
 
 def test_too_little_space_is_said_before_anything_is_written(

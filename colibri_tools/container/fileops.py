@@ -1,7 +1,9 @@
-"""What the os module lacks for writing a file safely: fallocate, rename without replacing."""
+"""What the os module lacks for writing a file safely: fallocate, whole writes, rename
+without replacing."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -9,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["allocate", "fsync_directory", "publish"]
+__all__ = ["allocate", "fsync_directory", "publish", "pwrite_all", "unlink_if_same"]
 
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _AT_FDCWD = -100
@@ -17,11 +19,13 @@ _RENAME_NOREPLACE = 1
 
 
 def allocate(fd: int, n_bytes: int) -> None:
-    """Give an empty file `n_bytes` zero bytes, with disk space behind them where possible.
+    """Give a file `n_bytes`, new ones zero, with disk space behind them where possible.
 
     glibc's posix_fallocate would write a byte per page where the file system has no support, so
     the system call is used and such a file system gets a sparse file. Raises OSError (ENOSPC).
     """
+    if os.fstat(fd).st_size > n_bytes:
+        os.ftruncate(fd, n_bytes)
     if sys.platform == "linux":
         libc = _libc()
         # off_t is 64-bit in the LFS entry points; on 64-bit systems the plain name is the same.
@@ -61,6 +65,27 @@ def fsync_directory(path: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def pwrite_all(fd: int, offset: int, buffers: list[memoryview]) -> int:
+    """Write all buffers one after the other from `offset` on and return their size."""
+    todo = [buffer for buffer in buffers if len(buffer)]
+    total = sum(map(len, todo))
+    while todo:
+        n = os.pwritev(fd, todo, offset)
+        offset += n
+        while todo and n >= len(todo[0]):
+            n -= len(todo.pop(0))
+        if n:
+            todo[0] = todo[0][n:]
+    return total
+
+
+def unlink_if_same(path: Path, fd: int) -> None:
+    """Remove the name `path` if it still leads to the open file."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(path.lstat(), os.fstat(fd)):
+            path.unlink()
 
 
 def _rename_noreplace(old: Path, new: Path) -> bool:

@@ -190,6 +190,10 @@ class Source:
         found = {handle.identity for handle in self._handles}
         return {pair for pair in found if pair is not None} | self._blob_identities
 
+    def stamps(self) -> list[str]:
+        """Return, for each of `files`, a text that changes with its contents."""
+        return [handle.stamp for handle in self._handles]
+
     def check_unchanged(self) -> None:
         """Raise SourceError if a file was replaced, resized or written since it was opened."""
         for handle in self._handles:

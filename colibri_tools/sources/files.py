@@ -35,6 +35,10 @@ class RangeFile(Protocol):
         """(device, inode) of a local file, None for a remote one."""
 
     @property
+    def stamp(self) -> str:
+        """Text that changes with the contents: a local file's time of modification in ns."""
+
+    @property
     def blob_sha256(self) -> str | None:
         """SHA-256 that the storage claims for the whole file, if it claims one."""
 

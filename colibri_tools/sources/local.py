@@ -23,7 +23,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from colibri_tools.errors import SourceError, quote
+from colibri_tools.errors import ReadError, SourceError, quote
 from colibri_tools.sources.files import check_name
 
 __all__ = [
@@ -93,6 +93,10 @@ class LocalFile:
         return self._stamp.device, self._stamp.inode
 
     @property
+    def stamp(self) -> str:
+        return str(self._stamp.mtime_ns)
+
+    @property
     def blob_sha256(self) -> str | None:
         # The Hub cache names a large file's blob by its SHA-256; a small file's by a git hash.
         base = os.path.basename(self._real_path)
@@ -117,7 +121,7 @@ class LocalFile:
         try:
             return _pread_into(self._fd, out, offset)
         except OSError as error:
-            raise SourceError(
+            raise ReadError(
                 f"{self.path}: {what}: cannot read {out.nbytes} bytes at offset {offset}: "
                 f"{error.strerror}; check the drive, or fetch the file again"
             ) from error
@@ -126,7 +130,7 @@ class LocalFile:
         try:
             now = _Stamp.of(os.stat(self._real_path, follow_symlinks=False))
         except OSError as error:
-            raise SourceError(f"{self.path}: the source went away: {error.strerror}") from error
+            raise ReadError(f"{self.path}: the source went away: {error.strerror}") from error
         if now != self._stamp:
             raise SourceError(
                 f"{self.path}: the source changed while it was read (expected {self._stamp.size} "
