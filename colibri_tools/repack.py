@@ -247,9 +247,11 @@ class _Copier:
     def run(self, n_threads: int) -> None:
         """Run all tasks; after the first error no new one is begun and it is raised."""
         with ThreadPoolExecutor(n_threads, thread_name_prefix="repack") as pool:
-            futures = [pool.submit(self._work) for _ in range(n_threads)]
             try:
+                futures = [pool.submit(self._work) for _ in range(n_threads)]
                 wait(futures, return_when=FIRST_EXCEPTION)
+            except RuntimeError as error:  # a thread that the system does not grant
+                raise JobError(f"{error}: a limit of memory or processes (ulimit -a)") from error
             finally:
                 self._stop.set()
         for future in futures:
@@ -269,6 +271,9 @@ class _Copier:
                     self._do_tensor(task)
             except _Stopped:
                 return
+            except BaseException:
+                self._stop.set()
+                raise
 
     def _do_block(self, task: BlockTask, block: memoryview) -> None:
         if not self._writer.keep_block(task.row, task.expert):

@@ -51,7 +51,7 @@ void clb_file_describe(int error_number, uint64_t offset, size_t n_bytes, char *
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading
 
-// What a read returned is kept up to a whole unit only, so that what follows is aligned again.
+// What a direct read returned is kept up to a whole unit only, so that what follows is aligned again.
 int clb_file_read(const clb_file *file, uint64_t offset, void *buffer, size_t n_bytes) {
   if (offset % CLB_IO_UNIT != 0 || n_bytes % CLB_IO_UNIT != 0 || (uintptr_t)buffer % CLB_IO_UNIT != 0) return EINVAL;
   if (offset > INT64_MAX - n_bytes) return EINVAL;
@@ -60,11 +60,11 @@ int clb_file_read(const clb_file *file, uint64_t offset, void *buffer, size_t n_
     ssize_t got = pread(file->fd, p, n_bytes < kMaxRead ? n_bytes : kMaxRead, (off_t)offset);
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) return errno;
-    size_t whole = (size_t)got / CLB_IO_UNIT * CLB_IO_UNIT;
-    if (whole == 0) return ENODATA;
-    p += whole;
-    offset += whole;
-    n_bytes -= whole;
+    size_t kept = file->direct ? (size_t)got / CLB_IO_UNIT * CLB_IO_UNIT : (size_t)got;
+    if (kept == 0) return ENODATA;
+    p += kept;
+    offset += kept;
+    n_bytes -= kept;
   }
   return 0;
 }
@@ -88,7 +88,7 @@ static int open_direct(clb_file *file, int fd) {
     return -1;
   }
   const char *step = "open";
-  clb_file probe = {.fd = reopen(fd, O_DIRECT)};
+  clb_file probe = {.fd = reopen(fd, O_DIRECT), .direct = true};
   int number = probe.fd < 0 ? errno : 0;
   if (number == 0) {
     step = "read";

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 
@@ -40,8 +41,7 @@ class Flusher:
             if self._unflushed < FLUSH_BYTES or self._stopping:
                 return
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="flusher", daemon=True)
-                self._thread.start()
+                self._thread = self._start()
             self._condition.notify()
 
     def finished(self, entry: Entry) -> None:
@@ -83,6 +83,14 @@ class Flusher:
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def _start(self) -> threading.Thread:
+        thread = threading.Thread(target=self._run, name="flusher", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a thread that the system does not grant
+            raise OSError(errno.EAGAIN, "can't start a thread (ulimit -a)") from error
+        return thread
 
     def _run(self) -> None:
         while self._wait():

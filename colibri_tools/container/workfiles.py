@@ -15,7 +15,7 @@ import numpy as np
 
 from colibri_tools.container.destination import partial_path
 from colibri_tools.container.encode import SUM_DTYPE, encode_metadata
-from colibri_tools.container.fileops import unlink_if_same
+from colibri_tools.container.fileops import fsync_directory, unlink_if_same
 from colibri_tools.container.journal import Entry, EntryKind, Journal, Key, journal_path
 from colibri_tools.container.layout import ContainerPlan
 from colibri_tools.errors import JobError, UsageError, quote
@@ -122,8 +122,9 @@ class WorkFiles:
         try:
             self.journal.begin(facts, self._plan.n_blocks + len(self._plan.tensors))
             self.fd = os.open(self.partial_path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o666)
+            fsync_directory(self.partial_path.parent)
         except BaseException:
-            self.journal.remove()
+            self.discard()
             raise
 
     def _require_same_job(self, facts: dict[str, Any]) -> None:

@@ -257,7 +257,8 @@ class ContainerWriter:
         done = _is_refusal(error) or _is_published(self.out_path, files.fd)
         self._stop_flusher(flush=not done)
         if done or not files.is_worth_keeping:
-            files.discard()
+            with contextlib.suppress(OSError):  # a leftover is swept by a later job
+                files.discard()
             return
         if error is not None:
             add_hint(error, files.describe())
