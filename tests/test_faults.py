@@ -86,9 +86,9 @@ def test_these_faults_do_not_show(
 # -- faults that end a job -------------------------------------------------------------------------
 
 
-def fails(shim: Path, source: Path, out: Path, fault: str, *options: str) -> tuple[str, list[str]]:
+def fails(shim: Path, source: Path, out: Path, fault: str, **options: Any) -> tuple[str, list[str]]:
     """Repack with a fault that must end it; returns the message and what is left."""
-    done = colibri("repack", source, "-o", out, *options, shim=shim, fault=fault)
+    done = colibri("repack", source, "-o", out, shim=shim, fault=fault, **options)
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr
@@ -155,8 +155,10 @@ def test_a_failed_sync_is_not_believed_later(
     shim: Path, source: Path, sound: Path, out: Path
 ) -> None:
     """After a failed sync the system may drop the pages and report success the next time."""
-    text, left = fails(shim, source, out, f"op=sync,path=.partial,nth=1,do={errno.EIO}")
-    assert left == [] and "are kept" not in text
+    fault = f"op=sync,path=.partial,nth=1,do={errno.EIO}"
+    for flush_bytes in (FLUSH_BYTES, 1 << 30):  # on the way, and when the file is finished
+        text, left = fails(shim, source, out, fault, flush_bytes=flush_bytes)
+        assert left == [] and "are kept" not in text
 
 
 def test_a_full_disk_under_a_sparse_file(shim: Path, source: Path, sound: Path, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ import colibri_tools
 import colibri_tools.repack as repack_module
 from colibri_tools import planner
 from colibri_tools.container import ContainerPlan, ContainerWriter, destination, flusher
+from colibri_tools.container import journal as journal_module
 from colibri_tools.container.journal import RECORD_BYTES
 from colibri_tools.container.workfiles import SourceState
 from colibri_tools.errors import JobError, SourceError, UsageError
@@ -116,6 +118,8 @@ def places(plan: ContainerPlan) -> dict[str, int]:
     tensor = plan.tensor("layers.1.q")
     block = int(plan.cells[plan.order[0]]["offset"])
     payload = int(plan.cells[plan.order[0]]["n_bytes"])
+    padded = plan.cells[plan.order[1]]
+    assert padded["n_bytes"] % plan.alignment
     return {
         "page 0": 0,
         "metadata": 5000,
@@ -124,7 +128,7 @@ def places(plan: ContainerPlan) -> dict[str, int]:
         "gap between tensors": plan.expert_offset - 1,
         "first of a block": block,
         "last of a block": block + payload - 1,
-        "padding of a block": block + payload,
+        "padding of a block": int(padded["offset"] + padded["n_bytes"]),
         "block not written": int(plan.cells[plan.order[7]]["offset"]) + 1,
     }
 
@@ -201,6 +205,7 @@ def test_the_torn_tail_of_a_journal_is_ignored(out: Path, expected: bytes) -> No
     head = header_bytes(out.parent / LEFT[0])
     n = N_TENSORS + 2
     end = head + n * RECORD_BYTES
+    assert len(journal) >= head + (N_TENSORS + N_BLOCKS) * RECORD_BYTES  # reserved from the start
     assert not any(journal[end:])
     for cut in (0, 1, 17, 63):
         assert kept_with(out, journal[: end - RECORD_BYTES + cut]) == n - 1
@@ -231,6 +236,57 @@ def test_records_after_a_torn_tail_are_found_again(out: Path, expected: bytes) -
     interrupt(out, 6)
     assert finish(out) == (N_TENSORS + 6, 2)
     assert out.read_bytes() == expected
+
+
+def test_records_behind_a_bad_one_stay_dead(out: Path) -> None:
+    plan = interrupt(out, 2)
+    journal = out.parent / LEFT[0]
+    data = bytearray(journal.read_bytes())
+    data[header_bytes(journal) + 5 * RECORD_BYTES] ^= 4
+    journal.write_bytes(data)
+    with pytest.raises(KeyboardInterrupt), ContainerWriter(plan, out) as writer:
+        # The sixth record is written again; the seventh of before has the right number and CRC.
+        writer.write_block(1, 0, payload_of(plan, 1, 0))
+        raise KeyboardInterrupt
+    with (
+        pytest.raises(KeyboardInterrupt, match="1 of 8 blocks and 5 of 32 tensors"),
+        ContainerWriter(plan, out),
+    ):
+        raise KeyboardInterrupt
+
+
+def test_a_journal_removed_before_it_was_locked_is_not_used(
+    out: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = out.parent / LEFT[0]
+    real, calls = journal_module.fcntl.flock, 0
+
+    def flock(fd: int, operation: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:  # the job that had the lock finishes right now
+            journal.unlink()
+        real(fd, operation)
+
+    monkeypatch.setattr(journal_module.fcntl, "flock", flock)
+    plan = small_plan()
+    with ContainerWriter(plan, out) as writer:
+        assert calls == 2
+        assert names(out.parent) == LEFT
+        fill(writer)
+        writer.seal()
+    assert out.read_bytes() == expected
+    assert names(out.parent) == [out.name]
+
+
+def test_a_file_system_without_locks_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(journal_module.fcntl, "flock", flock)
+    with pytest.raises(JobError, match="cannot lock files"):
+        finish(out)
+    assert names(out.parent) == []
 
 
 @pytest.mark.parametrize("at", [0, 8, 12, 100, -1])
