@@ -86,9 +86,19 @@ def test_these_faults_do_not_show(
 # -- faults that end a job -------------------------------------------------------------------------
 
 
+SYNC_IN_STEP = (
+    "def wrote(self, n):\n"
+    "    self._check(); self._unflushed += n\n"
+    "    if self._unflushed >= f.FLUSH_BYTES: self._unflushed = 0; self.flush()\n"
+    "f.Flusher.wrote = wrote"
+)
+"""The n-th call is the same one in every run: the job syncs where the thread of its own would."""
+
+
 def fails(shim: Path, source: Path, out: Path, fault: str, **options: Any) -> tuple[str, list[str]]:
     """Repack with a fault that must end it; returns the message and what is left."""
-    done = colibri("repack", source, "-o", out, shim=shim, fault=fault, **options)
+    call = ("repack", source, "-o", out, "-q", "--threads", "1")
+    done = colibri(*call, shim=shim, fault=fault, setup=SYNC_IN_STEP, **options)
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1, done.stderr

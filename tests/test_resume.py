@@ -619,7 +619,7 @@ PAUSE = (
 def start_paused(source: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     """A repack that waits for a line before it seals."""
     process = subprocess.Popen(
-        command("repack", source, "-o", out, *options, setup=PAUSE, flush_bytes=1 << 30),
+        command("repack", source, "-o", out, "-q", *options, setup=PAUSE, flush_bytes=1 << 30),
         env=environment(None),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -41,7 +41,7 @@ typedef struct {
   int fd;  // a duplicate, so that it can be written to when the program has closed its own
   off_t offset;
   size_t n_bytes;
-  char* data;         // the page before
+  char *data;         // the page before
   char *name, *from;  // RENAMED: it was `from`; REMOVED and replaced files wait under `from`
 } undo;
 
@@ -60,22 +60,22 @@ static uint64_t state;
 
 #define REAL(name)               \
   static __typeof__(&name) real; \
-  if (!real) *(void**)&real = dlsym(RTLD_NEXT, #name)
+  if (!real) *(void **)&real = dlsym(RTLD_NEXT, #name)
 
-static int real_unlink(const char* path) {
+static int real_unlink(const char *path) {
   REAL(unlink);
   return real(path);
 }
 
-static int real_rename(const char* from, const char* to) {
+static int real_rename(const char *from, const char *to) {
   REAL(rename);
   return real(from, to);
 }
 
 // ------------------------------------------------------------------ settings
 
-static void set(char* item) {
-  char* value = strchr(item, '=');
+static void set(char *item) {
+  char *value = strchr(item, '=');
   if (!value) return;
   *value++ = 0;
   if (!strcmp(item, "op")) snprintf(fault.op, sizeof fault.op, "%s", value);
@@ -97,9 +97,9 @@ __attribute__((constructor)) void fault_reload(void) {
   memset(&fault, 0, sizeof fault);
   fault.times = 1;
   char text[512], *rest = NULL;
-  const char* given = getenv("FAULT");
+  const char *given = getenv("FAULT");
   snprintf(text, sizeof text, "%s", given ? given : "");
-  for (char* item = strtok_r(text, ",", &rest); item; item = strtok_r(NULL, ",", &rest)) set(item);
+  for (char *item = strtok_r(text, ",", &rest); item; item = strtok_r(NULL, ",", &rest)) set(item);
   n_calls = 0;
   state = (uint64_t)fault.lose * 0x9E3779B97F4A7C15u + 1;
 }
@@ -115,14 +115,14 @@ static bool coin(void) {
   return state >> 63;
 }
 
-static undo* remember(int kind, const struct stat* status) {
+static undo *remember(int kind, const struct stat *status) {
   if (n_undos == kMaxUndo) abort();
-  undo* u = &undos[n_undos++];
+  undo *u = &undos[n_undos++];
   *u = (undo){.kind = kind, .device = status->st_dev, .inode = status->st_ino, .fd = -1};
   return u;
 }
 
-static void forget(undo* u) {
+static void forget(undo *u) {
   if (u->fd >= 0) close(u->fd);
   if (u->from && (u->kind == REMOVED)) real_unlink(u->from);
   free(u->data), free(u->name), free(u->from);
@@ -147,14 +147,14 @@ static void before_write(int fd, off_t offset, size_t n_bytes) {
   if (!fault.lose || fstat(fd, &status) || !S_ISREG(status.st_mode)) return;
   while (n_bytes) {
     size_t room = (size_t)(kPage - offset % kPage), n = n_bytes < room ? n_bytes : room;
-    undo* u = remember(PAGE, &status);
+    undo *u = remember(PAGE, &status);
     u->fd = fcntl(fd, F_DUPFD_CLOEXEC, 900), u->offset = offset, u->data = calloc(1, n);
     struct iovec piece = {u->data, n};
     REAL(preadv);
     ssize_t got = real(fd, &piece, 1, offset);
     u->n_bytes = got > 0 ? (size_t)got : 0;
     if (offset + (off_t)n > status.st_size) {
-      undo* size = remember(SIZE, &status);
+      undo *size = remember(SIZE, &status);
       size->fd = fcntl(fd, F_DUPFD_CLOEXEC, 900), size->offset = status.st_size;
     }
     offset += (off_t)n, n_bytes -= n;
@@ -164,31 +164,31 @@ static void before_write(int fd, off_t offset, size_t n_bytes) {
 static void before_resize(int fd) {
   struct stat status;
   if (!fault.lose || fstat(fd, &status)) return;
-  undo* u = remember(SIZE, &status);
+  undo *u = remember(SIZE, &status);
   u->fd = fcntl(fd, F_DUPFD_CLOEXEC, 900), u->offset = status.st_size;
 }
 
-static bool folder_of(const char* path, struct stat* status) {
+static bool folder_of(const char *path, struct stat *status) {
   char folder[PATH_MAX];
   snprintf(folder, sizeof folder, "%s", path);
-  char* slash = strrchr(folder, '/');
+  char *slash = strrchr(folder, '/');
   if (!slash) return !stat(".", status);
   slash[slash == folder] = 0;
   return !stat(folder, status);
 }
 
 // Keeps a file that is about to lose its name under another one.
-static void save_name(const char* path) {
+static void save_name(const char *path) {
   struct stat status, folder;
   char saved[PATH_MAX];
   if (!fault.lose || lstat(path, &status) || !S_ISREG(status.st_mode) || !folder_of(path, &folder)) return;
   if ((size_t)snprintf(saved, sizeof saved, "%s.lost%ld", path, n_saved++) >= sizeof saved) return;
   if (link(path, saved)) return;
-  undo* u = remember(REMOVED, &folder);
+  undo *u = remember(REMOVED, &folder);
   u->name = strdup(path), u->from = strdup(saved);
 }
 
-static void revert(undo* u) {
+static void revert(undo *u) {
   bool lost = coin();
   if (u->kind == PAGE && lost) {
     REAL(pwrite);
@@ -220,17 +220,17 @@ __attribute__((destructor)) void fault_tidy(void) {
 
 // ------------------------------------------------------------------ which calls
 
-static bool matches(const char* op, const char* path, int fd) {
+static bool matches(const char *op, const char *path, int fd) {
   if (!fault.nth && !fault.lose) return false;
   if (strcmp(fault.op, "any") ? strcmp(fault.op, op) : (!strcmp(op, "read") || !strcmp(op, "open"))) return false;
-  const char* base = strrchr(path, '/');
+  const char *base = strrchr(path, '/');
   base = base ? base + 1 : path;
   if (!strstr(base, fault.path) || (fault.dir[0] && !strstr(path, fault.dir))) return false;
   return !fault.direct || (fd >= 0 && fcntl(fd, F_GETFL) & O_DIRECT);
 }
 
 // Called with the lock. HALVE also stands for "half of it, then end".
-static verdict judge(const char* op, const char* path, int fd) {
+static verdict judge(const char *op, const char *path, int fd) {
   char name[PATH_MAX] = "", link[64];
   if (!path) {
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
@@ -246,14 +246,14 @@ static verdict judge(const char* op, const char* path, int fd) {
   return fault.what == DO_ERRNO ? FAIL : HALVE;
 }
 
-static size_t total(const struct iovec* pieces, int n) {
+static size_t total(const struct iovec *pieces, int n) {
   size_t sum = 0;
   for (int i = 0; i < n; i++) sum += pieces[i].iov_len;
   return sum;
 }
 
 // Half of the bytes: of a single piece the first half, else the first piece. Direct I/O ends at a page.
-static int halve(int fd, const struct iovec* pieces, int n, struct iovec* half) {
+static int halve(int fd, const struct iovec *pieces, int n, struct iovec *half) {
   *half = pieces[0];
   if (n > 1) return 1;
   half->iov_len -= half->iov_len / 2;
@@ -263,7 +263,7 @@ static int halve(int fd, const struct iovec* pieces, int n, struct iovec* half) 
 
 // ------------------------------------------------------------------ the calls
 
-static ssize_t read_at(int fd, const struct iovec* pieces, int n, off_t offset) {
+static ssize_t read_at(int fd, const struct iovec *pieces, int n, off_t offset) {
   REAL(preadv);
   pthread_mutex_lock(&lock);
   verdict v = judge("read", NULL, fd);
@@ -275,7 +275,7 @@ static ssize_t read_at(int fd, const struct iovec* pieces, int n, off_t offset) 
   return real(fd, pieces, n, offset);
 }
 
-static ssize_t write_at(int fd, const struct iovec* pieces, int n, off_t offset) {
+static ssize_t write_at(int fd, const struct iovec *pieces, int n, off_t offset) {
   REAL(pwritev);
   pthread_mutex_lock(&lock);
   struct iovec half;
@@ -336,40 +336,40 @@ int fallocate64(int fd, int mode, off_t offset, off_t n_bytes) {
   return result;
 }
 
-static void renamed(const char* from, const char* to) {
+static void renamed(const char *from, const char *to) {
   struct stat folder;
   if (!fault.lose || !folder_of(to, &folder)) return;
-  undo* u = remember(RENAMED, &folder);
+  undo *u = remember(RENAMED, &folder);
   u->name = strdup(to), u->from = strdup(from);
 }
 
-int rename(const char* from, const char* to) {
+int rename(const char *from, const char *to) {
   int result;
   WITH_LOCK(result, "rename", to, -1, save_name(to), real_rename(from, to), renamed(from, to));
   return result;
 }
 
-int renameat2(int from_fd, const char* from, int to_fd, const char* to, unsigned flags) {
+int renameat2(int from_fd, const char *from, int to_fd, const char *to, unsigned flags) {
   REAL(renameat2);
   int result;
   WITH_LOCK(result, "rename", to, -1, (void)0, real(from_fd, from, to_fd, to, flags), renamed(from, to));
   return result;
 }
 
-int unlink(const char* path) {
+int unlink(const char *path) {
   int result;
   WITH_LOCK(result, "unlink", path, -1, save_name(path), real_unlink(path), (void)0);
   return result;
 }
 
-static void created(const char* path, bool existed) {
+static void created(const char *path, bool existed) {
   struct stat folder;
   if (!fault.lose || existed || !folder_of(path, &folder)) return;
-  undo* u = remember(CREATED, &folder);
+  undo *u = remember(CREATED, &folder);
   u->name = strdup(path);
 }
 
-int open64(const char* path, int flags, ...) {
+int open64(const char *path, int flags, ...) {
   REAL(open);
   mode_t mode = 0;
   if (flags & (O_CREAT | O_TMPFILE)) {
@@ -385,33 +385,33 @@ int open64(const char* path, int flags, ...) {
   return result;
 }
 
-ssize_t pread64(int fd, void* buffer, size_t n, off_t offset) {
+ssize_t pread64(int fd, void *buffer, size_t n, off_t offset) {
   struct iovec piece = {buffer, n};
   return read_at(fd, &piece, 1, offset);
 }
 
-ssize_t pwrite64(int fd, const void* buffer, size_t n, off_t offset) {
-  struct iovec piece = {(void*)(uintptr_t)buffer, n};
+ssize_t pwrite64(int fd, const void *buffer, size_t n, off_t offset) {
+  struct iovec piece = {(void *)(uintptr_t)buffer, n};
   return write_at(fd, &piece, 1, offset);
 }
 
-ssize_t preadv64v2(int fd, const struct iovec* pieces, int n, off_t offset, int flags) {
+ssize_t preadv64v2(int fd, const struct iovec *pieces, int n, off_t offset, int flags) {
   (void)flags;
   return read_at(fd, pieces, n, offset);
 }
 
-ssize_t pwritev64v2(int fd, const struct iovec* pieces, int n, off_t offset, int flags) {
+ssize_t pwritev64v2(int fd, const struct iovec *pieces, int n, off_t offset, int flags) {
   (void)flags;
   return write_at(fd, pieces, n, offset);
 }
 
 // A Python without the *v2 calls uses these; the C extension uses pread.
-ssize_t preadv64(int fd, const struct iovec* pieces, int n, off_t offset) {
+ssize_t preadv64(int fd, const struct iovec *pieces, int n, off_t offset) {
   return read_at(fd, pieces, n, offset);
 }
-ssize_t pwritev64(int fd, const struct iovec* pieces, int n, off_t offset) {
+ssize_t pwritev64(int fd, const struct iovec *pieces, int n, off_t offset) {
   return write_at(fd, pieces, n, offset);
 }
-ssize_t pread(int fd, void* buffer, size_t n, off_t offset) {
+ssize_t pread(int fd, void *buffer, size_t n, off_t offset) {
   return pread64(fd, buffer, n, offset);
 }
