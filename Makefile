@@ -2,6 +2,7 @@
 # make test    the fast tests (no torch)
 # make oracle  recompute the oracles with torch and transformers
 # make lint    ruff, mypy, clang-format, C warnings as errors
+# make fuzz    libFuzzer on the C reader, then the Python readers, SECONDS=60 each (needs clang)
 # make wheel   build the wheel, install it into an empty environment and use it there
 PYTHON ?= python3
 VENV ?= .venv
@@ -49,7 +50,7 @@ $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/pip install -q --disable-pip-version-check 'ruff>=0.9,<1' 'mypy>=1.14,<3' 'clang-format>=18,<24'
 	@touch $@
 
-C_FILES = $(wildcard csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c tests/c/*.c tests/bench/*.c)
+C_FILES = $(wildcard csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c tests/c/*.[ch] tests/bench/*.c tests/fuzz/*.[ch])
 
 lint: $(VENV)/.lint
 	@mkdir -p build
@@ -70,3 +71,5 @@ wheel: $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) build dist
+
+include tests/fuzz/fuzz.mk

@@ -35,24 +35,26 @@ enum {
   MIN_SECTIONS = 7,
   MAX_SECTIONS = 61,
   KV_MAX_ENTRIES = 4096,
-  KV_MAX_BYTES = 64 << 20,
+  KV_MAX_BYTES = 8 << 20,
+  KV_MAX_ELEMENTS = 1 << 18,  // of all arrays of a section
   KV_MAX_KEY = 128,
   MAX_BLOBS = 1024,
   BLOB_ENTRY = 32,
   MAX_NAME = 255,
-  MAX_TENSORS = 1 << 20,
+  MAX_TENSORS = 1 << 16,
   TENSOR_ENTRY = 128,
   MAX_ROWS = 65536,
   MAX_COLUMNS = 65536,
+  MAX_CELLS = 1 << 18,
   ROW_ENTRY = 32,
   CELL_BYTES = 64,
-  MAX_LAYOUTS = 65536,
+  MAX_LAYOUTS = 1024,
   LAYOUT_ENTRY = 576,
   PART_ENTRY = 64,
 };
 
 static const uint8_t kMagic[8] = {'C', 'O', 'L', 'I', 'B', 'R', 'I', 0};
-static const uint64_t kMaxMetadata = (uint64_t)1 << 30;
+static const uint64_t kMaxMetadata = (uint64_t)128 << 20;
 static const uint64_t kMaxDimension = (uint64_t)1 << 48;
 static const uint64_t kMaxSize = (uint64_t)1 << 63;  // sizes are below
 
@@ -157,10 +159,8 @@ static uint64_t align_up(uint64_t x, uint64_t a) {
 }
 
 static bool is_zero(const uint8_t *p, uint64_t n) {
-  for (uint64_t i = 0; i < n; i++) {
-    if (p[i] != 0) return false;
-  }
-  return true;
+  // Each byte is the one before it: at memcmp's speed, for the reserve may be long.
+  return n == 0 || (p[0] == 0 && memcmp(p, p + 1, (size_t)n - 1) == 0);
 }
 
 // A name as it may appear in one line of text: quoted, bounded, unprintable bytes as '?'.
@@ -346,9 +346,10 @@ static bool check_page0_zeros(loader *r, const uint8_t *page) {
   uint32_t table_end = SECTION_TABLE + r->c->n_sections * SECTION_ENTRY;
   const uint32_t ranges[][2] = {{52, 56}, {80, 88}, {120, 128}, {table_end, PAGE0_CRC}};
   for (size_t i = 0; i < 4; i++) {
-    for (uint32_t at = ranges[i][0]; at < ranges[i][1]; at++) {
-      if (page[at] != 0) return fail(r, "rule 10: page 0: byte %" PRIu32 " is %u, expected 0", at, page[at]);
-    }
+    uint32_t at = ranges[i][0];
+    if (is_zero(page + at, ranges[i][1] - at)) continue;
+    while (page[at] == 0) at++;
+    return fail(r, "rule 10: page 0: byte %" PRIu32 " is %u, expected 0", at, page[at]);
   }
   return true;
 }
@@ -372,7 +373,7 @@ static bool check_page0(loader *r, const uint8_t *page) {
   if (!check_page0_zeros(r, page)) return false;
   uint64_t metadata_bytes = get_u64(page + 56);
   if (metadata_bytes > kMaxMetadata || metadata_bytes > c->file_size - CLB_PAGE0_BYTES) {
-    return fail(r, "rule 7: page 0: metadata_bytes is %" PRIu64 ", expected at most 1 GiB and what the file holds",
+    return fail(r, "rule 7: page 0: metadata_bytes is %" PRIu64 ", expected at most 128 MiB and what the file holds",
                 metadata_bytes);
   }
   c->metadata_end = CLB_PAGE0_BYTES + metadata_bytes;
@@ -423,12 +424,12 @@ static bool check_section_entry(loader *r, const uint8_t *e, uint32_t i, uint32_
     return fail(r, "rule 7: section %" PRIu32 " (kind %" PRIu32 "): offset is %" PRIu64 ", expected %" PRIu64, i, kind,
                 offset, expected);
   }
-  uint64_t left = offset <= r->c->metadata_end ? r->c->metadata_end - offset : 0;
-  if (bytes > left) {
+  uint64_t metadata_end = r->c->metadata_end;
+  if (offset > metadata_end || bytes > metadata_end - offset) {  // an empty one may start behind the end, too
     return fail(r,
-                "rule 7: section %" PRIu32 " (kind %" PRIu32 "): bytes is %" PRIu64 ", expected at most %" PRIu64
-                " up to the end of the metadata",
-                i, kind, bytes, left);
+                "rule 7: section %" PRIu32 " (kind %" PRIu32 "): %" PRIu64 " bytes at offset %" PRIu64
+                ", expected to lie before the end of the metadata, %" PRIu64,
+                i, kind, bytes, offset, metadata_end);
   }
   return true;
 }
@@ -590,7 +591,7 @@ static bool parse_kv(loader *r, enum section_kind kind, clb_kv **out, size_t *n_
   const section *s = &r->c->sections[kind];
   const char *name = kSectionNames[kind];
   if (s->bytes < 8 || s->bytes > KV_MAX_BYTES) {
-    return fail(r, "rule 11: %s: the section has %" PRIu64 " bytes, expected 8 ... 64 MiB", name, s->bytes);
+    return fail(r, "rule 11: %s: the section has %" PRIu64 " bytes, expected 8 ... 8 MiB", name, s->bytes);
   }
   uint32_t count = get_u32(s->p);
   if (count > KV_MAX_ENTRIES || get_u32(s->p + 4) != 0) {
@@ -601,9 +602,14 @@ static bool parse_kv(loader *r, enum section_kind kind, clb_kv **out, size_t *n_
   if (kvs == NULL) return out_of_memory(r, name);
   *out = kvs;
   *n_out = count;
-  uint64_t at = 8;
+  uint64_t at = 8, n_elements = 0;
   for (uint32_t i = 0; i < count; i++) {
     if (!parse_kv_entry(r, name, s, i, &at, &kvs[i])) return false;
+    n_elements += kvs[i].type >= CLB_KV_U64_ARRAY ? kvs[i].n : 0;
+    if (n_elements > KV_MAX_ELEMENTS) {
+      return fail(r, "rule 11: %s: the arrays have %" PRIu64 " elements, expected at most %d", name, n_elements,
+                  KV_MAX_ELEMENTS);
+    }
     if (i > 0 && compare_names(kvs[i - 1].key, kvs[i - 1].key_bytes, kvs[i].key, kvs[i].key_bytes) >= 0) {
       quoted q = quote(kvs[i].key, kvs[i].key_bytes);
       return fail(r, "rule 11: %s: key %s does not come after the one before it", name, q.s);
@@ -973,7 +979,7 @@ static bool parse_directory(loader *r) {
       names_bytes != s->bytes - names_at) {
     return fail(r,
                 "rule 16: resident directory: %" PRIu32 " entries of %" PRIu32 " bytes and %" PRIu64
-                " bytes of names, expected at most 1048576, 128, and together the section's %" PRIu64,
+                " bytes of names, expected at most 65536, 128, and together the section's %" PRIu64,
                 n_tensors, get_u32(s->p + 4), names_bytes, s->bytes);
   }
   c->tensors = calloc(n_tensors > 0 ? n_tensors : 1, sizeof *c->tensors);
@@ -1039,6 +1045,11 @@ static bool parse_rows(loader *r) {
   for (size_t i = 0; i < n_rows; i++) {
     if (!parse_row(r, i)) return false;
     if (c->rows[i].n_experts > widest) widest = c->rows[i].n_experts;
+  }
+  if ((uint64_t)n_rows * n_columns > MAX_CELLS) {
+    return fail(
+        r, "rule 18: row table: %" PRIu32 " rows of %" PRIu32 " columns are %" PRIu64 " cells, expected at most %d",
+        n_rows, n_columns, (uint64_t)n_rows * n_columns, MAX_CELLS);
   }
   if (widest != n_columns) {
     return fail(r, "rule 18: row table: n_columns is %" PRIu32 ", expected %" PRIu32 ", the most experts of a row",

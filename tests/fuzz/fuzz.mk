@@ -1,0 +1,37 @@
+# make fuzz SECONDS=60: the container reader under libFuzzer, then the Python readers. Needs clang with libFuzzer.
+SECONDS ?= 60
+CLANG ?= clang
+FUZZ := build/fuzz
+FUZZ_CFLAGS := -std=c11 -D_GNU_SOURCE -g -Wall -Wextra -Wshadow -Wconversion -Werror -Icsrc -Itests/c -Itests/fuzz
+FUZZ_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
+FUZZ_HEADERS := $(wildcard csrc/*.h tests/c/*.h tests/fuzz/*.h)
+
+# Only the reader is instrumented for coverage; checksums and type tables, which are not what is tested, are just fast.
+FUZZ_FAST := $(patsubst csrc/%.c,$(FUZZ)/%.o,csrc/crc32c.c csrc/sha256.c $(wildcard csrc/blocks*.c))
+
+$(FUZZ):
+	@command -v $(CLANG) >/dev/null || { echo "make fuzz needs clang with libFuzzer (Debian: clang libclang-rt-dev); CLANG=... names another" >&2; exit 1; }
+	@mkdir -p $@
+
+$(FUZZ_FAST): $(FUZZ)/%.o: csrc/%.c $(FUZZ_HEADERS) | $(FUZZ)
+	$(CLANG) $(FUZZ_CFLAGS) -O2 -c $< -o $@
+
+$(FUZZ)/container.o: csrc/container.c $(FUZZ_HEADERS) | $(FUZZ)
+	$(CLANG) $(FUZZ_CFLAGS) -O2 $(FUZZ_SANITIZE) -fsanitize=fuzzer-no-link -c $< -o $@
+
+$(FUZZ)/mutate.o $(FUZZ)/fuzz_container.o $(FUZZ)/replay.o: $(FUZZ)/%.o: tests/fuzz/%.c $(FUZZ_HEADERS) | $(FUZZ)
+	$(CLANG) $(FUZZ_CFLAGS) -O2 $(FUZZ_SANITIZE) -c $< -o $@
+
+$(FUZZ)/fuzz_container: $(FUZZ)/fuzz_container.o $(FUZZ)/mutate.o $(FUZZ)/container.o $(FUZZ_FAST)
+	$(CLANG) $(FUZZ_SANITIZE) -fsanitize=fuzzer $^ -lm -o $@
+
+$(FUZZ)/replay: $(FUZZ)/replay.o $(FUZZ)/mutate.o $(FUZZ)/container.o $(FUZZ_FAST)
+	$(CLANG) $(FUZZ_SANITIZE) $^ -lm -o $@
+
+.PHONY: fuzz
+fuzz: $(FUZZ)/fuzz_container $(FUZZ)/replay $(VENV)/.test
+	$(BIN)/python tests/fuzz/make_seeds.py $(FUZZ)/seeds
+	@mkdir -p $(FUZZ)/corpus
+	cd $(FUZZ) && ASAN_OPTIONS=quarantine_size_mb=16 ./fuzz_container -max_len=12288 -max_total_time=$(SECONDS) -timeout=5 \
+	  -rss_limit_mb=1024 -print_final_stats=1 -verbosity=0 corpus seeds $(CURDIR)/tests/fuzz/crashers
+	$(BIN)/python tests/fuzz/python_readers.py --seconds $(SECONDS) --folder $(FUZZ)
