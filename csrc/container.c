@@ -41,7 +41,7 @@ enum {
   MAX_BLOBS = 1024,
   BLOB_ENTRY = 32,
   MAX_NAME = 255,
-  MAX_TENSORS = 1 << 16,
+  MAX_TENSORS = 1 << 14,
   TENSOR_ENTRY = 128,
   MAX_ROWS = 65536,
   MAX_COLUMNS = 65536,
@@ -379,7 +379,7 @@ static bool check_page0(loader *r, const uint8_t *page) {
   c->metadata_end = CLB_PAGE0_BYTES + metadata_bytes;
   c->data_offset = get_u64(page + 64);
   c->expert_offset = get_u64(page + 72);
-  uint64_t latest = CLB_PAGE0_BYTES + 4 * (metadata_bytes + ((uint64_t)8 << 20));
+  uint64_t latest = CLB_PAGE0_BYTES + 2 * (metadata_bytes + ((uint64_t)8 << 20));
   if (c->data_offset < c->metadata_end || c->data_offset > latest || c->data_offset > c->file_size ||
       c->data_offset % c->alignment != 0) {
     return fail(r,
@@ -979,7 +979,7 @@ static bool parse_directory(loader *r) {
       names_bytes != s->bytes - names_at) {
     return fail(r,
                 "rule 16: resident directory: %" PRIu32 " entries of %" PRIu32 " bytes and %" PRIu64
-                " bytes of names, expected at most 65536, 128, and together the section's %" PRIu64,
+                " bytes of names, expected at most 16384, 128, and together the section's %" PRIu64,
                 n_tensors, get_u32(s->p + 4), names_bytes, s->bytes);
   }
   c->tensors = calloc(n_tensors > 0 ? n_tensors : 1, sizeof *c->tensors);

@@ -205,10 +205,10 @@ def test_rule_07_metadata_bytes(draft: Draft, change: int) -> None:
     refuses_sealed(draft, 7, "metadata_bytes")
 
 
-@pytest.mark.parametrize("n_bytes", [(1 << 30) + 1, 1 << 62, (1 << 64) - 1])
+@pytest.mark.parametrize("n_bytes", [fmt.MAX_METADATA_BYTES + 1, 1 << 62, (1 << 64) - 1])
 def test_rule_07_metadata_is_bounded(draft: Draft, n_bytes: int) -> None:
     draft.section(SectionKind.LAYOUTS)["n_bytes"] = n_bytes
-    refuses(draft.seal_page(), 7, "1 GiB")
+    refuses(draft.seal_page(), 7, "128 MiB")
 
 
 def test_rule_08_reserve_is_zero(draft: Draft) -> None:
@@ -323,8 +323,21 @@ def test_rule_11_key_values(draft: Draft, kind: SectionKind, name: str) -> None:
 
 
 def test_rule_11_sections_are_bounded() -> None:
-    with pytest.raises(RuleError, match="67108864"):
+    with pytest.raises(RuleError, match=str(fmt.MAX_KV_BYTES)):
         decode_kv(bytes(fmt.MAX_KV_BYTES + 8), "spec")
+
+
+@pytest.mark.parametrize("value", [0, 0.5, ""])
+def test_rule_11_elements_are_bounded(value: object) -> None:
+    half = [value] * (fmt.MAX_KV_ELEMENTS // 2)
+    section = encode_kv({"a": half, "b": half, "c": 1})
+    assert len(decode_kv(section, "spec")[0]["b"]) == len(half)
+    with pytest.raises(UsageError, match=str(fmt.MAX_KV_ELEMENTS)):
+        encode_kv({"a": half, "b": half, "c": [value]})
+    one_more = bytearray(section + encode_kv({"d": [1]})[8:])
+    one_more[0] += 1
+    with pytest.raises(RuleError, match="key 'd': elements: expected at most 0 more, found 1"):
+        decode_kv(bytes(one_more), "spec")
 
 
 def test_rule_11_every_type_is_read_back(draft: Draft) -> None:
@@ -616,7 +629,7 @@ def test_rule_16_names_are_utf8(draft: Draft) -> None:
 def test_rule_16_directory_header(draft: Draft, field: str, value: int) -> None:
     draft["directory"][field] = value
     too_many = field == "n_tensors" and value > fmt.MAX_TENSORS
-    refuses_sealed(draft, 16, "at most 1048576" if too_many else "")
+    refuses_sealed(draft, 16, f"at most {fmt.MAX_TENSORS}" if too_many else "")
 
 
 def test_rule_16_directory_fills_its_section(draft: Draft) -> None:
@@ -682,6 +695,16 @@ def test_rule_18_rows_and_columns_are_bounded(n_rows: int, n_experts: int) -> No
     rows["n_experts"] = n_experts
     with pytest.raises(RuleError, match="at most 65536"):
         check_rows(rows, n_experts)
+
+
+def test_rule_18_cells_are_bounded() -> None:
+    n_columns = 4096
+    rows = np.zeros(fmt.MAX_CELLS // n_columns + 1, fmt.ROW_DTYPE)
+    rows["layer"] = np.arange(len(rows))
+    rows["n_experts"] = n_columns
+    check_rows(rows[:-1], n_columns)
+    with pytest.raises(RuleError, match=f"at most {fmt.MAX_CELLS}"):
+        check_rows(rows, n_columns)
 
 
 @pytest.mark.parametrize("field", ["n_rows", "n_columns", "entry_bytes", "zero"])
@@ -826,9 +849,9 @@ def test_rule_23_gate_up_and_down_are_there(draft: Draft, roles: tuple[int, ...]
 
 def test_rule_23_number_of_layouts(draft: Draft) -> None:
     draft.replace_section(SectionKind.LAYOUTS, struct.pack("<II", 0, 576))
-    refuses_sealed(draft, 23, "1 ... 65536", "found 0")
-    with pytest.raises(RuleError, match="found 65537"):
-        check_layouts(np.zeros(65537, fmt.LAYOUT_DTYPE), HIDDEN, 1 << 40)
+    refuses_sealed(draft, 23, "1 ... 1024", "found 0")
+    with pytest.raises(RuleError, match="found 1025"):
+        check_layouts(np.zeros(1025, fmt.LAYOUT_DTYPE), HIDDEN, 1 << 40)
 
 
 def test_rule_23_no_two_layouts_are_equal(draft: Draft) -> None:

@@ -204,8 +204,8 @@ def test_brackets_and_quotes_in_names_do_not_count_as_nesting(tmp_path: Path) ->
         ((1 << 64) - 1, "0xFF"),
         ((1 << 64) - 2, "header of 18446744073709551614 bytes"),
         (1 << 40, "header of 1099511627776 bytes"),
-        (MAX_HEADER_BYTES + 1, "header of 100000001 bytes"),
-        (MAX_HEADER_BYTES, "truncated.*header needs 100000000 bytes"),
+        (MAX_HEADER_BYTES + 1, f"header of {MAX_HEADER_BYTES + 1} bytes"),
+        (MAX_HEADER_BYTES, f"truncated.*header needs {MAX_HEADER_BYTES} bytes"),
         (200, "truncated.*header needs 200 bytes"),
         (0, "not a safetensors file|broken JSON"),
         (1, "broken JSON"),
@@ -219,19 +219,19 @@ def test_header_length_bombs_cost_nothing(tmp_path: Path, length: int, expected:
     assert peak[0] < 1 << 20
 
 
-def test_a_hundred_megabytes_of_spaces_are_refused_unread(tmp_path: Path) -> None:
+def test_too_many_bytes_of_spaces_are_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     n_bytes = MAX_HEADER_BYTES + 1
     with path.open("wb") as file:
         file.write(struct.pack("<Q", n_bytes) + b"{}")
         file.truncate(8 + n_bytes)  # sparse: reading it would cost memory, not disk
     with peak_memory() as peak:
-        assert "expected at most 100000000" in refusal(path)
+        assert f"expected at most {MAX_HEADER_BYTES}" in refusal(path)
     assert peak[0] < 1 << 20
 
 
-def test_a_million_tensors_are_refused_by_count(tmp_path: Path) -> None:
-    n = 1_000_000
+def test_half_a_million_tensors_are_refused_by_count(tmp_path: Path) -> None:
+    n = 500_000
     one = '"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     text = ("{" + ",".join([one % i for i in range(n)]) + "}").encode()
     path = write(tmp_path, raw_safetensors(text))

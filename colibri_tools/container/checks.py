@@ -138,7 +138,7 @@ def check_section_table(page: np.void) -> list[tuple[int, int, int]]:
             raise RuleError(7, "page 0", f"{label}: offset", expected, offset)
         end = offset + n_bytes
         if end - fmt.PAGE0_BYTES > fmt.MAX_METADATA_BYTES:
-            raise RuleError(7, "page 0", f"{label}: end of the metadata", "at most 1 GiB", end)
+            raise RuleError(7, "page 0", f"{label}: end of the metadata", "at most 128 MiB", end)
         previous = kind
         sections.append((kind, offset, n_bytes))
     missing = set(fmt.REQUIRED_SECTIONS) - {kind for kind, _, _ in sections}
@@ -169,7 +169,7 @@ def _check_regions(page: np.void, metadata_end: int) -> None:
         raise RuleError(
             7, "page 0", "metadata_bytes", metadata_end - fmt.PAGE0_BYTES, metadata_bytes
         )
-    highest = fmt.PAGE0_BYTES + 4 * (metadata_bytes + (8 << 20))
+    highest = fmt.PAGE0_BYTES + 2 * (metadata_bytes + (8 << 20))
     if not metadata_end <= data_offset <= highest or data_offset % alignment:
         expected = f"a multiple of {alignment} in {metadata_end} ... {highest}"
         raise RuleError(8, "page 0", "data_offset", expected, data_offset)
@@ -181,20 +181,24 @@ def _check_regions(page: np.void, metadata_end: int) -> None:
 # -- resident directory --------------------------------------------------------------------------
 
 
+_TENSOR_FIELDS = tuple(
+    name for name in fmt.TENSOR_DTYPE.names or () if name not in ("zero", "sha256")
+)
+
+
 def check_tensors(table: Array, names: Sequence[str], page: np.void, n_layers: int) -> None:
     """Check the entries of the resident directory (rules 14, 15, 17); names are checked already."""
-    rows = table.tolist()
-    fields = table.dtype.names or ()
-    entries = [dict(zip(fields, row, strict=True)) for row in rows]
+    columns = [table[field].tolist() for field in _TENSOR_FIELDS]
+    entries = [dict(zip(_TENSOR_FIELDS, row, strict=True)) for row in zip(*columns, strict=True)]
+    for i in np.flatnonzero(table["zero"].any(axis=1))[:1]:
+        raise _tensor_error(14, entries[i], names[i], "undescribed bits", "zero", "other values")
     seen: set[tuple[int, int]] = set()
     for entry, name in zip(entries, names, strict=True):
         _check_tensor_fields(entry, name, n_layers)
         _check_role(entry, name, seen)
         _check_tensor_size(entry, name)
     _check_sequence(entries, names, page)
-    for i, (entry, name) in enumerate(zip(entries, names, strict=True)):
-        if entry["flags"]:
-            _check_alias(table, i, entry, name)
+    _check_aliases(table, entries, names)
 
 
 def _tensor_error(
@@ -205,7 +209,7 @@ def _tensor_error(
 
 
 def _check_tensor_fields(entry: Mapping[str, Any], name: str, n_layers: int) -> None:
-    if entry["flags"] & ~fmt.TENSOR_ALIAS or np.any(entry["zero"]):
+    if entry["flags"] & ~fmt.TENSOR_ALIAS:
         raise _tensor_error(14, entry, name, "undescribed bits", "zero", "other values")
     if not entry["flags"] and entry["alias_of"]:
         raise _tensor_error(14, entry, name, "alias_of", 0, entry["alias_of"])
@@ -231,7 +235,7 @@ def _check_tensor_size(entry: Mapping[str, Any], name: str) -> None:
     n_dims = entry["n_dims"]
     if not 1 <= n_dims <= fmt.MAX_DIMS:
         raise _tensor_error(15, entry, name, "n_dims", f"1 ... {fmt.MAX_DIMS}", n_dims)
-    shape = [int(dim) for dim in entry["shape"]]
+    shape = entry["shape"]
     if any(shape[n_dims:]):
         raise _tensor_error(15, entry, name, "unused dimensions", "zero", shape[n_dims:])
     problem = size_problem(entry["type"], shape[:n_dims], entry["n_bytes"])
@@ -287,13 +291,24 @@ def _check_sequence(
 _ALIAS_FIELDS = ("offset", "n_bytes", "type", "n_dims", "shape", "crc32c", "sha256")
 
 
-def _check_alias(table: Array, i: int, entry: Mapping[str, Any], name: str) -> None:
-    target = entry["alias_of"]
-    if target >= len(table) or table[target]["flags"]:
-        raise _tensor_error(14, entry, name, "alias_of", "an entry that is no alias", target)
+def _check_aliases(
+    table: Array, entries: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> None:
+    aliases = np.flatnonzero(table["flags"])
+    targets = table["alias_of"][aliases]
+
+    def check(field: str, bad: Array, expected: str) -> None:
+        if bad.any():
+            at = int(np.flatnonzero(bad)[0])
+            i, target = int(aliases[at]), int(targets[at])
+            found = target if field == "alias_of" else f"another value than entry {target}"
+            raise _tensor_error(14, entries[i], names[i], field, expected, found)
+
+    check("alias_of", targets >= len(table), "an entry that is no alias")
+    check("alias_of", table["flags"][targets] != 0, "an entry that is no alias")
     for field in _ALIAS_FIELDS:
-        if not np.array_equal(table[i][field], table[target][field]):
-            raise _tensor_error(14, entry, name, field, f"that of entry {target}", "another value")
+        differs = table[field][aliases] != table[field][targets]
+        check(field, differs.any(axis=tuple(range(1, differs.ndim))), "that of its target")
 
 
 # -- rows, expert index, layouts -----------------------------------------------------------------
@@ -303,6 +318,9 @@ def check_rows(rows: Array, n_columns: int) -> None:
     """Check the row table (rule 18)."""
     if not len(rows) <= fmt.MAX_ROWS or not n_columns <= fmt.MAX_COLUMNS:
         raise RuleError(18, "row table", "size", "at most 65536 by 65536", (len(rows), n_columns))
+    if len(rows) * n_columns > fmt.MAX_CELLS:
+        expected = f"at most {fmt.MAX_CELLS} for {len(rows)} rows of {n_columns}"
+        raise RuleError(18, "row table", "cells", expected, len(rows) * n_columns)
     previous = (-1, -1)
     for i, row in enumerate(rows.tolist()):
         layer, stream, n_experts, flags, zero = row

@@ -21,10 +21,12 @@ __all__ = [
     "MAGIC",
     "MAX_ALIGNMENT",
     "MAX_BLOBS",
+    "MAX_CELLS",
     "MAX_COLUMNS",
     "MAX_DIM",
     "MAX_DIMS",
     "MAX_KV_BYTES",
+    "MAX_KV_ELEMENTS",
     "MAX_KV_ENTRIES",
     "MAX_LAYOUTS",
     "MAX_METADATA_BYTES",
@@ -64,19 +66,22 @@ DATUM_ALIGN = 64
 """Alignment of sections, blobs, tensors within a group, and parts within a block."""
 
 MAX_SECTIONS = 61
-MAX_METADATA_BYTES = 1 << 30
+MAX_METADATA_BYTES = 128 << 20
 MIN_RESERVE_BYTES = 1 << 20
 MAX_KV_ENTRIES = 4096
-MAX_KV_BYTES = 64 << 20
+MAX_KV_BYTES = 8 << 20
+MAX_KV_ELEMENTS = 1 << 18
+"""Of all arrays of a section: as Python lists they cost five times their bytes."""
 MAX_BLOBS = 1024
-MAX_TENSORS = 1 << 20
+MAX_TENSORS = 1 << 14
 MAX_NAME_BYTES = 255
 MAX_DIMS = 4
 MAX_DIM = 1 << 48
 MAX_SIZE = (1 << 63) - 1
 MAX_ROWS = 65536
 MAX_COLUMNS = 65536
-MAX_LAYOUTS = 65536
+MAX_CELLS = 1 << 18
+MAX_LAYOUTS = 1024
 MAX_PARTS = 8
 
 SECTION_REQUIRED = 1

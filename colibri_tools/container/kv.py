@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 
 from colibri_tools.container.checks import RuleError
-from colibri_tools.container.format import MAX_KV_BYTES, MAX_KV_ENTRIES, align
+from colibri_tools.container.format import (
+    MAX_KV_BYTES,
+    MAX_KV_ELEMENTS,
+    MAX_KV_ENTRIES,
+    align,
+)
 from colibri_tools.errors import UsageError, quote
 
 __all__ = ["KvType", "KvTypes", "decode_kv", "encode_kv"]
@@ -54,10 +59,12 @@ def encode_kv(values: Mapping[str, Any], types: KvTypes | None = None) -> bytes:
         kind = (types or {}).get(key) or _infer(key, values[key])
         chunks.append(_encode_entry(key, kind, values[key]))
     section = b"".join(chunks)
-    if len(values) > MAX_KV_ENTRIES or len(section) > MAX_KV_BYTES:
+    n_elements = sum(len(value) for value in values.values() if isinstance(value, (list, tuple)))
+    if len(values) > MAX_KV_ENTRIES or len(section) > MAX_KV_BYTES or n_elements > MAX_KV_ELEMENTS:
         raise UsageError(
-            f"a key-value section holds at most {MAX_KV_ENTRIES} entries and {MAX_KV_BYTES} bytes, "
-            f"not {len(values)} entries and {len(section)} bytes"
+            f"a key-value section holds at most {MAX_KV_ENTRIES} entries, {MAX_KV_ELEMENTS} "
+            f"elements of arrays and {MAX_KV_BYTES} bytes, not {len(values)} entries, "
+            f"{n_elements} elements and {len(section)} bytes"
         )
     return section
 
@@ -75,9 +82,10 @@ def decode_kv(data: bytes | memoryview, place: str) -> tuple[dict[str, Any], dic
         raise RuleError(_RULE, place, "count", f"at most {MAX_KV_ENTRIES}", count | zero << 32)
     values: dict[str, Any] = {}
     types: dict[str, KvType] = {}
-    position, previous = 8, b""
+    position, previous, room = 8, b"", MAX_KV_ELEMENTS
     for _ in range(count):
-        key, kind, value, position = _decode_entry(data, position, place)
+        key, kind, value, position = _decode_entry(data, position, room, place)
+        room -= len(value) if isinstance(value, list) else 0
         if key <= previous:
             raise RuleError(
                 _RULE, place, f"key {quote(key.decode())}", "keys strictly ascending", "not so"
@@ -152,7 +160,10 @@ def _pad8(raw: bytes) -> bytes:
     return raw + bytes(-len(raw) % 8)
 
 
-def _decode_entry(data: memoryview, start: int, place: str) -> tuple[bytes, KvType, Any, int]:
+def _decode_entry(
+    data: memoryview, start: int, room: int, place: str
+) -> tuple[bytes, KvType, Any, int]:
+    """Return (key, type, value, end); `room` is how many elements an array may have."""
     entry = _take(data, start, _ENTRY.size, place, "an entry")
     key_bytes, type_code, zero, n = _ENTRY.unpack(entry)
     key = bytes(_take_padded(data, start + _ENTRY.size, key_bytes, place, "a key"))
@@ -162,6 +173,8 @@ def _decode_entry(data: memoryview, start: int, place: str) -> tuple[bytes, KvTy
     if zero or type_code not in KvType.__members__.values():
         raise RuleError(_RULE, place, f"{name}: type", "1 ... 8", type_code | zero << 8)
     kind = KvType(type_code)
+    if kind >= KvType.U64_ARRAY and n > room:
+        raise RuleError(_RULE, place, f"{name}: elements", f"at most {room} more", n)
     position = start + _ENTRY.size + align(key_bytes, 8)
     if kind is KvType.STRING_ARRAY:
         value, end = _decode_strings(data, position, n, place, name)

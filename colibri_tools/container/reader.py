@@ -383,22 +383,27 @@ class _Blobs(Mapping[str, bytes]):
 
 
 def _resident_tensors(metadata: Metadata) -> dict[str, ResidentTensor]:
+    table, names = metadata.tensors, metadata.names
+    fields = ("role", "group", "layer", "type", "shape", "n_dims", "offset", "n_bytes", "crc32c")
+    columns = [table[field].tolist() for field in fields]  # item by item is ten times slower
+    targets = np.where(table["flags"] & fmt.TENSOR_ALIAS, table["alias_of"].astype(np.int64), -1)
+    sha256 = table["sha256"].tobytes()
+    roles: dict[int, Role] = {int(role): role for role in Role}
     tensors = {}
-    for name, entry in zip(metadata.names, metadata.tensors, strict=True):
-        role = int(entry["role"])
-        alias = int(entry["flags"]) & fmt.TENSOR_ALIAS
+    for i, (name, target, *row) in enumerate(zip(names, targets.tolist(), *columns, strict=True)):
+        role, group, layer, type_id, shape, n_dims, offset, n_bytes, crc32c = row
         tensors[name] = ResidentTensor(
             name=name,
-            role=Role(role) if role in set(Role) else role,
-            group=Group(int(entry["group"])),
-            layer=int(entry["layer"]),
-            dtype=dtype_by_id(int(entry["type"])),
-            shape=tuple(entry["shape"][: int(entry["n_dims"])].tolist()),
-            offset=int(entry["offset"]),
-            n_bytes=int(entry["n_bytes"]),
-            alias_of=metadata.names[int(entry["alias_of"])] if alias else None,
-            crc32c=int(entry["crc32c"]),
-            sha256=entry["sha256"].tobytes(),
+            role=roles.get(role, role),
+            group=Group(group),
+            layer=layer,
+            dtype=dtype_by_id(type_id),
+            shape=tuple(shape[:n_dims]),
+            offset=offset,
+            n_bytes=n_bytes,
+            alias_of=names[target] if target >= 0 else None,
+            crc32c=crc32c,
+            sha256=sha256[32 * i : 32 * i + 32],
         )
     return tensors
 

@@ -30,8 +30,11 @@ __all__ = [
     "MAX_KEY_BYTES",
     "MAX_KV",
     "MAX_NAME_BYTES",
+    "MAX_NESTED_ARRAYS",
     "MAX_STRING_BYTES",
+    "MAX_STRING_ITEMS",
     "MAX_TENSORS",
+    "MAX_TEXT_BYTES",
     "GgufArray",
     "GgufHeader",
     "GgufTensor",
@@ -39,14 +42,16 @@ __all__ = [
     "read_gguf_header",
 ]
 
-MAX_HEADER_BYTES = 256 << 20
+MAX_HEADER_BYTES = 32 << 20  # a vocabulary of 262,144 with its merges takes 15 MB
 MAX_KV = 1 << 16
 MAX_KEY_BYTES = 65_535  # the specification's own limit
-MAX_STRING_BYTES = 64 << 20
+MAX_STRING_BYTES = 16 << 20
+MAX_TEXT_BYTES = 32 << 20  # of all strings outside arrays, as Python holds them
 MAX_ARRAY_ITEMS = 1 << 24
-MAX_STRING_ITEMS = 1 << 22  # each is walked one by one
+MAX_STRING_ITEMS = 1 << 21  # of all arrays: each is walked one by one
 MAX_ARRAY_DEPTH = 2
-MAX_TENSORS = 1 << 18
+MAX_NESTED_ARRAYS = 1 << 16
+MAX_TENSORS = 1 << 16
 MAX_NAME_BYTES = 64  # the specification's own limit
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
@@ -255,6 +260,7 @@ class _Cursor:
         self.where = where
         self.position = 0
         self._source = source
+        self._spent: dict[str, int] = {}
 
     @property
     def left(self) -> int:
@@ -320,6 +326,17 @@ class _Cursor:
                 self.position += length
             starts.append(self.position - begin)
         return bytes(data[begin : self.position]), starts
+
+    def spend(self, amount: int, limit: int, what: str) -> None:
+        """Count `amount` of `what` in the whole header; refuse more than `limit`."""
+        spent = self._spent[what] = self._spent.get(what, 0) + amount
+        if spent > limit:
+            raise FormatError(f"{self.where}: {spent} {what}, expected at most {limit}")
+
+    def sha256_so_far(self) -> str:
+        """Return the hash of everything before the current position, without a copy."""
+        with memoryview(self._source.data) as data:
+            return hashlib.sha256(data[: self.position]).hexdigest()
 
     def bytes_so_far(self) -> bytes:
         """Return everything before the current position."""
@@ -403,7 +420,9 @@ def _metadata(cursor: _Cursor, n_kv: int) -> tuple[dict[str, Any], dict[str, str
 
 def _value(cursor: _Cursor, value_type: int, what: str, depth: int) -> Any:
     if value_type == _STRING:
-        return _text(cursor.string(MAX_STRING_BYTES, what))
+        raw = cursor.string(MAX_STRING_BYTES, what)
+        cursor.spend(len(raw) * (1 if raw.isascii() else 4), MAX_TEXT_BYTES, "bytes of strings")
+        return _text(raw)
     if value_type == _ARRAY:
         return _array(cursor, what, depth + 1)
     scalar = _SCALARS.get(value_type)
@@ -437,6 +456,7 @@ def _array(cursor: _Cursor, what: str, depth: int) -> GgufArray | list[Any]:
         return _string_array(cursor, n_items, what)
     if item_type == _ARRAY:
         _require_room(cursor, n_items, 12, f"arrays of {what}")
+        cursor.spend(n_items, MAX_NESTED_ARRAYS, "nested arrays")
         return [_array(cursor, what, depth + 1) for _ in range(n_items)]
     raise FormatError(f"{cursor.where}: {what} has the unknown item type {item_type}")
 
@@ -447,6 +467,7 @@ def _string_array(cursor: _Cursor, n_items: int, what: str) -> GgufArray:
             f"{cursor.where}: {what} has {n_items} strings, expected at most {MAX_STRING_ITEMS}"
         )
     _require_room(cursor, n_items, 8, f"strings of {what}")
+    cursor.spend(n_items, MAX_STRING_ITEMS, "strings in arrays")
     data, starts = cursor.strings(n_items, what)
     return GgufArray(_STRING, data, starts)
 
@@ -611,4 +632,4 @@ def _hash_header(cursor: _Cursor, data_offset: int, file: RangeFile) -> str:
     """Hash [0, data start), or the whole file if it has no data and ends earlier."""
     end = min(data_offset, file.size)
     cursor.skip(end - cursor.position, "the padding before the data")
-    return hashlib.sha256(cursor.bytes_so_far()).hexdigest()
+    return cursor.sha256_so_far()

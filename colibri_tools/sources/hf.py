@@ -27,9 +27,9 @@ __all__ = [
 
 INDEX_SUFFIX = ".safetensors.index.json"
 MAIN_INDEX = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 128 << 20
+MAX_INDEX_BYTES = 32 << 20
 MAX_CONFIG_BYTES = 16 << 20
-MAX_BLOB_BYTES = 256 << 20
+MAX_BLOB_BYTES = 80 << 20  # of all carried files together: they are held, and go into the metadata
 MAX_SHARDS = 10_000
 
 CARRIED_NAMES: tuple[str, ...] = (
@@ -221,8 +221,8 @@ def _read_index(parts: SourceParts, folder: Folder, name: str) -> _Index:
         if not isinstance(shard, str):
             raise FormatError(f"{where}: tensor {quote(tensor)}: expected a file name")
         shards.setdefault(shard, []).append(tensor)
-    if len(shards) > MAX_SHARDS:
-        raise FormatError(f"{where}: {len(shards)} shards, expected at most {MAX_SHARDS}")
+        if len(shards) > MAX_SHARDS:
+            raise FormatError(f"{where}: more than {MAX_SHARDS} shards")
     for shard in shards:
         check_name(shard, where)
     return _Index(name, where, {shard: shards[shard] for shard in sorted(shards)})
@@ -346,12 +346,14 @@ def _warn_unfinished(parts: SourceParts, folder: Folder) -> None:
 
 
 def _read_side_files(parts: SourceParts, folder: Folder) -> None:
+    room = MAX_BLOB_BYTES
     for name in CARRIED_NAMES:
         if folder.holds(name):
             handle = folder.open(name)
             try:
                 _refuse_stand_in(handle)
-                parts.blobs[name] = _read_small(handle, MAX_BLOB_BYTES)
+                parts.blobs[name] = _read_small(handle, room)
+                room -= handle.size
                 _remember(parts, handle)
             finally:
                 handle.close()

@@ -23,10 +23,10 @@ from colibri_tools.sources.strict_json import parse_json_object
 
 __all__ = ["MAX_HEADER_BYTES", "MAX_TENSORS", "HeaderTensor", "SafetensorsHeader", "read_header"]
 
-MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's own limit."""
+MAX_HEADER_BYTES = 50_000_000
+"""Half of the safetensors library's own limit: the text is held twice while it is parsed."""
 
-MAX_TENSORS = 1 << 17
+MAX_TENSORS = 1 << 16
 """In one file. The largest checkpoints known have about 200,000 in some 60 files. Objects cost ten
 times the memory of their text, so this is what keeps a hostile header below 1 s and 200 MB."""
 
@@ -116,7 +116,10 @@ def _parse_text(text: bytearray, where: str) -> dict[str, Any]:
     n_entries = text.count(_ENTRY_FIELD)
     if n_entries > MAX_TENSORS:
         raise FormatError(f"{where}: {n_entries} tensors, expected at most {MAX_TENSORS}")
-    return parse_json_object(text, f"{where}: header", _MAX_DEPTH)
+    fields = parse_json_object(text, f"{where}: header", _MAX_DEPTH)
+    if len(fields) > MAX_TENSORS + 1:  # with escapes in the field's name, they were not counted
+        raise FormatError(f"{where}: {len(fields)} tensors, expected at most {MAX_TENSORS}")
+    return fields
 
 
 @contextmanager

@@ -9,13 +9,27 @@ from typing import Any, NoReturn
 
 from colibri_tools.errors import FormatError, quote
 
-__all__ = ["MAX_JSON_DEPTH", "MAX_JSON_VALUES", "parse_json", "parse_json_object"]
+__all__ = [
+    "MAX_JSON_DEPTH",
+    "MAX_JSON_ESCAPES",
+    "MAX_JSON_VALUES",
+    "MAX_WIDE_JSON_BYTES",
+    "parse_json",
+    "parse_json_object",
+]
 
 MAX_JSON_DEPTH = 64
 """Real configs nest less than ten deep."""
 
-MAX_JSON_VALUES = 1 << 21
-"""Commas and opening brackets in one text: objects cost twenty times the memory of their text."""
+MAX_JSON_VALUES = (1 << 19) + (1 << 15)
+"""Commas and opening brackets in one text: objects cost twenty times the memory of their text.
+A safetensors header has eight for each tensor of two dimensions."""
+
+MAX_WIDE_JSON_BYTES = 16 << 20
+"""Of a text that is not ASCII: one character beyond U+FFFF makes Python hold all as four bytes."""
+
+MAX_JSON_ESCAPES = 1 << 20
+"""`\\u` sequences: each is looked at by a regular expression."""
 
 _SCAN_CHUNK = 1 << 18
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
@@ -37,7 +51,7 @@ def parse_json(
     `allow_constants` admits NaN and Infinity, which Python tools write into config files.
     """
     check_size(data, where, max_depth)
-    _check_surrogates(data, where)
+    _check_characters(data, where)
     try:
         return json.loads(
             data.decode("utf-8"),
@@ -121,8 +135,16 @@ def _chunks(data: bytes | bytearray) -> Iterator[bytes]:
         start = end
 
 
-def _check_surrogates(data: bytes | bytearray, where: str) -> None:
-    if b"\\u" in data and _LONE_SURROGATE.search(data.replace(b"\\\\", b"")):
+def _check_characters(data: bytes | bytearray, where: str) -> None:
+    if len(data) > MAX_WIDE_JSON_BYTES and not data.isascii():
+        raise FormatError(
+            f"{where}: {len(data)} bytes of JSON that are not all ASCII, expected at most "
+            f"{MAX_WIDE_JSON_BYTES}"
+        )
+    n_escapes = data.count(b"\\u")
+    if n_escapes > MAX_JSON_ESCAPES:
+        raise FormatError(f"{where}: {n_escapes} escapes, expected at most {MAX_JSON_ESCAPES}")
+    if n_escapes and _LONE_SURROGATE.search(data.replace(b"\\\\", b"")):
         raise FormatError(f"{where}: broken JSON: a \\u escape is half of a surrogate pair")
 
 

@@ -32,6 +32,6 @@ $(FUZZ)/replay: $(FUZZ)/replay.o $(FUZZ)/mutate.o $(FUZZ)/container.o $(FUZZ_FAS
 fuzz: $(FUZZ)/fuzz_container $(FUZZ)/replay $(VENV)/.test
 	$(BIN)/python tests/fuzz/make_seeds.py $(FUZZ)/seeds
 	@mkdir -p $(FUZZ)/corpus
-	cd $(FUZZ) && ASAN_OPTIONS=quarantine_size_mb=16 ./fuzz_container -max_len=12288 -max_total_time=$(SECONDS) -timeout=5 \
+	cd $(FUZZ) && ASAN_OPTIONS=quarantine_size_mb=16 ./fuzz_container -max_len=12288 -max_total_time=$(SECONDS) -timeout=25 \
 	  -rss_limit_mb=1024 -print_final_stats=1 -verbosity=0 corpus seeds $(CURDIR)/tests/fuzz/crashers
 	$(BIN)/python tests/fuzz/python_readers.py --seconds $(SECONDS) --folder $(FUZZ)

@@ -66,7 +66,7 @@ class MemoryFile:
 
     def read_into(self, offset: int, out: memoryview, what: str) -> None:
         """Fill `out`; a reader that asks for more than there is has not looked at the size."""
-        assert 0 <= offset and offset + len(out) <= len(self.data), (what, offset, len(out))
+        assert offset >= 0 and offset + len(out) <= len(self.data), (what, offset, len(out))
         out[:] = self.data[offset : offset + len(out)]
 
     def check_unchanged(self) -> None:
@@ -417,7 +417,7 @@ def compare_readers(inputs: Iterator[tuple[bytes, bool]], more: Callable[[int], 
 
 
 def run_replay(command: list[str]) -> bytes:
-    """What `replay` prints. It runs without the limit of `main`, which its sanitizer would break."""
+    """What `replay` prints; the limit of `main` does not hold for it and its sanitizer."""
 
     def unlimited() -> None:
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
