@@ -9,17 +9,18 @@ FUZZ_HEADERS := $(wildcard csrc/*.h tests/c/*.h tests/fuzz/*.h)
 # Only the reader is instrumented for coverage; checksums and type tables, which are not what is tested, are just fast.
 FUZZ_FAST := $(patsubst csrc/%.c,$(FUZZ)/%.o,csrc/crc32c.c csrc/sha256.c $(wildcard csrc/blocks*.c))
 
-$(FUZZ):
-	@command -v $(CLANG) >/dev/null || { echo "make fuzz needs clang with libFuzzer (Debian: clang libclang-rt-dev); CLANG=... names another" >&2; exit 1; }
-	@mkdir -p $@
+.PHONY: fuzz fuzz-tools
+fuzz-tools:
+	@command -v $(CLANG) >/dev/null || { echo "make fuzz needs clang with libFuzzer (Debian: clang and libclang-rt-dev); CLANG=... names another" >&2; exit 1; }
+	@mkdir -p $(FUZZ)
 
-$(FUZZ_FAST): $(FUZZ)/%.o: csrc/%.c $(FUZZ_HEADERS) | $(FUZZ)
+$(FUZZ_FAST): $(FUZZ)/%.o: csrc/%.c $(FUZZ_HEADERS) | fuzz-tools
 	$(CLANG) $(FUZZ_CFLAGS) -O2 -c $< -o $@
 
-$(FUZZ)/container.o: csrc/container.c $(FUZZ_HEADERS) | $(FUZZ)
+$(FUZZ)/container.o: csrc/container.c $(FUZZ_HEADERS) | fuzz-tools
 	$(CLANG) $(FUZZ_CFLAGS) -O2 $(FUZZ_SANITIZE) -fsanitize=fuzzer-no-link -c $< -o $@
 
-$(FUZZ)/mutate.o $(FUZZ)/fuzz_container.o $(FUZZ)/replay.o: $(FUZZ)/%.o: tests/fuzz/%.c $(FUZZ_HEADERS) | $(FUZZ)
+$(FUZZ)/mutate.o $(FUZZ)/fuzz_container.o $(FUZZ)/replay.o: $(FUZZ)/%.o: tests/fuzz/%.c $(FUZZ_HEADERS) | fuzz-tools
 	$(CLANG) $(FUZZ_CFLAGS) -O2 $(FUZZ_SANITIZE) -c $< -o $@
 
 $(FUZZ)/fuzz_container: $(FUZZ)/fuzz_container.o $(FUZZ)/mutate.o $(FUZZ)/container.o $(FUZZ_FAST)
@@ -28,7 +29,6 @@ $(FUZZ)/fuzz_container: $(FUZZ)/fuzz_container.o $(FUZZ)/mutate.o $(FUZZ)/contai
 $(FUZZ)/replay: $(FUZZ)/replay.o $(FUZZ)/mutate.o $(FUZZ)/container.o $(FUZZ_FAST)
 	$(CLANG) $(FUZZ_SANITIZE) $^ -lm -o $@
 
-.PHONY: fuzz
 fuzz: $(FUZZ)/fuzz_container $(FUZZ)/replay $(VENV)/.test
 	$(BIN)/python tests/fuzz/make_seeds.py $(FUZZ)/seeds
 	@mkdir -p $(FUZZ)/corpus
