@@ -29,6 +29,8 @@ from colibri_tools.container.kv import encode_kv
 from colibri_tools.sources import gguf, gguf_header, hf, local, safetensors_header, strict_json
 
 MAX_SECONDS = 1.0
+SLACK = 5
+"""A shared machine measures badly. The costs that the limits prevent were 10 s and more."""
 MAX_MEMORY = 200 << 20
 
 MEASURE = """
@@ -81,7 +83,7 @@ def cost(path: Path) -> str:
         if seconds < MAX_SECONDS:
             break
     print(f"{path.name}: {seconds:.2f} s, {memory >> 20} MiB: {said[:100]}")
-    assert seconds < MAX_SECONDS
+    assert seconds < SLACK * MAX_SECONDS
     assert memory < MAX_MEMORY
     return said
 
@@ -237,7 +239,7 @@ def test_container_at_the_limits_is_cheap_for_the_c_reader(
     )  # fmt: skip
     said, seconds, memory = done.stdout.split()
     assert said == "ok"
-    assert float(seconds) < 2 * MAX_SECONDS  # typically 0.3 s
+    assert float(seconds) < SLACK * MAX_SECONDS  # typically 0.3 s
     assert int(memory) < MAX_MEMORY
 
 
