@@ -189,6 +189,27 @@ def verify_command(output: Output, path: Path, **options: Any) -> None:
 
 
 @command(
+    "respec",
+    example="""
+colibri respec model.colibri --dry-run
+colibri respec model.colibri
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--dry-run", is_flag=True, help="Show what would change, write nothing.")
+def respec_command(output: Output, path: Path, dry_run: bool) -> None:
+    """Rebuild a container's spec from the source files it carries.
+
+    For a container made by an older version of this tool: the data stay where they are, only
+    the metadata in front of them change. Says "unchanged" and writes nothing where the spec is
+    already what this version would write.
+    """
+    from colibri_tools.respec import respec
+
+    report(output, respec(path, dry_run=dry_run))
+
+
+@command(
     "run",
     example="""
 colibri run model.colibri --prompt "The file system is" --max-tokens 64 --expert-cache 8G

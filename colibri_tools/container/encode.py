@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from colibri_tools.container.kv import encode_kv
 from colibri_tools.container.layout import ContainerPlan, blob_layout
 from colibri_tools.container.spec import SPEC_KEYS
 
-__all__ = ["SUM_DTYPE", "encode_metadata", "encode_page0"]
+__all__ = ["SUM_DTYPE", "encode_metadata", "encode_page0", "fill_section_table"]
 
 SUM_DTYPE = np.dtype([("crc32c", "<u4"), ("sha256", "u1", (32,))])
 """The two checksums of a tensor or a block."""
@@ -60,10 +60,23 @@ def encode_page0(
     page["page0_bytes"] = fmt.PAGE0_BYTES
     page["alignment"] = plan.alignment
     page["file_size"] = plan.file_size
-    page["n_sections"] = len(sections)
-    page["metadata_bytes"] = plan.metadata_bytes
     page["data_offset"] = plan.data_offset
     page["expert_offset"] = plan.expert_offset
+    fill_section_table(page, sections, crc32c)
+    return page.tobytes()
+
+
+def fill_section_table(
+    page: npt.NDArray[np.void],
+    sections: Sequence[tuple[int, int, bytes]],
+    crc32c: Callable[[bytes], int],
+) -> None:
+    """Set everything of page 0, a PAGE0_DTYPE, that depends on the sections, `id` and CRC too."""
+    page["sections"] = np.zeros((), page["sections"].dtype)
+    page["n_sections"] = len(sections)
+    page["metadata_bytes"] = max(offset + len(data) for _, offset, data in sections) - (
+        fmt.PAGE0_BYTES
+    )
     table = page["sections"][: len(sections)]
     for entry, (kind, offset, data) in zip(table, sections, strict=True):
         entry["kind"] = kind
@@ -74,7 +87,6 @@ def encode_page0(
         entry["sha256"] = _bytes32(hashlib.sha256(data).digest())
     page["id"] = _bytes32(hashlib.sha256(table.tobytes()).digest())
     page["crc32c"] = crc32c(page.tobytes()[:-4])
-    return page.tobytes()
 
 
 def _bytes32(digest: bytes) -> npt.NDArray[np.uint8]:

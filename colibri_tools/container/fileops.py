@@ -11,7 +11,14 @@ import os
 import sys
 from pathlib import Path
 
-__all__ = ["allocate", "fsync_directory", "publish", "pwrite_all", "unlink_if_same"]
+__all__ = [
+    "allocate",
+    "backup_path",
+    "fsync_directory",
+    "publish",
+    "pwrite_all",
+    "unlink_if_same",
+]
 
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _AT_FDCWD = -100
@@ -40,6 +47,12 @@ def allocate(fd: int, n_bytes: int) -> None:
         else:
             return
     os.ftruncate(fd, n_bytes)
+
+
+def backup_path(path: str | os.PathLike[str]) -> Path:
+    """Return where a rewrite of a container's metadata keeps what was there before."""
+    real = Path(os.path.realpath(path))
+    return real.with_name(f"{real.name}.respec")
 
 
 def publish(partial: Path, final: Path, *, replace: bool) -> None:

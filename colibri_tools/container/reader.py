@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colibri_tools.container import format as fmt
+from colibri_tools.container.fileops import backup_path
 from colibri_tools.container.format import Group, PartRole, Role, Stream, align
 from colibri_tools.container.layout import (
     Accounting,
@@ -83,7 +84,7 @@ class Container:
         self.sections: tuple[tuple[int, int, int], ...] = metadata.sections
         self.spec: dict[str, Any] = metadata.spec
         self.provenance: dict[str, Any] = metadata.provenance
-        self.blobs: Mapping[str, bytes] = _Blobs(source, metadata.blobs)
+        self.blobs: Mapping[str, bytes] = _Blobs(source, metadata.blobs, page.tobytes())
         self.tensors: dict[str, ResidentTensor] = _resident_tensors(metadata)
         self.rows: tuple[Row, ...] = tuple(
             Row(layer, Stream(stream), n_experts)
@@ -241,8 +242,11 @@ def open(path: str | os.PathLike[str]) -> Container:
     source = _FileBytes(os.fspath(path))
     try:
         return _open_source(source)
-    except BaseException:
+    except BaseException as error:
         source.close()
+        if isinstance(error, FormatError) and backup_path(path).is_file():
+            error.message += f"; a respec was interrupted: 'colibri respec {source.path}' mends it"
+            error.args = (error.message,)
         raise
 
 
@@ -363,13 +367,21 @@ class _MemoryBytes(ByteSource):
 
 
 class _Blobs(Mapping[str, bytes]):
-    def __init__(self, source: ByteSource, places: Mapping[str, BlobPlace]) -> None:
+    def __init__(self, source: ByteSource, places: Mapping[str, BlobPlace], page0: bytes) -> None:
         self._source = source
         self._places = places
+        self._page0 = page0
 
     def __getitem__(self, name: str) -> bytes:
         place = self._places[name]
-        return self._source.read(place.offset, place.n_bytes)
+        data = self._source.read(place.offset, place.n_bytes)
+        # A respec moves blobs, and changes page 0 before and after: the same page, the same place.
+        if self._source.read(0, len(self._page0)) != self._page0:
+            raise SourceError(
+                f"{quote(name)}: the container's metadata were rewritten while it was open; "
+                "open it again"
+            )
+        return data
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -250,7 +250,9 @@ def _finish(
 ) -> None:
     n_layers, moe = hyper["n_layers"], {row.layer for row in mapping.rows if row.stream == 0}
     widths = {slots[PartRole.GATE].rows for row in mapping.rows for slots in row.experts}
-    embedding = next((t for name, t in source.tensors.items() if _EMBEDDINGS.fullmatch(name)), None)
+    # The first by name: a container keeps names, not the order of the source's files.
+    embeddings = [name for name in source.tensors if _EMBEDDINGS.fullmatch(name)]
+    embedding = source.tensors[min(embeddings)] if embeddings else None
     vocab = embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else 0
     lacks = f"family {quote(mapping.family)} is not known to this version"
     mapping.warnings.append(f"the container will not run: {lacks}")
