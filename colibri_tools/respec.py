@@ -64,7 +64,7 @@ class RespecResult:
         from rich.markup import escape  # late: only people need rich
 
         if not self.changed:
-            console.print(f"unchanged: {escape(str(self.path))}")
+            console.print(f"unchanged: {escape(str(self.path))}", soft_wrap=True)
             return
         for change in self.changes:
             line = f"{change.key}: {_shown(change.old)} -> {_shown(change.new)}"

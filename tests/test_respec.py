@@ -189,7 +189,7 @@ ALTERATIONS: dict[str, Callable[[Values], None]] = {
     "router-norm": lambda spec: spec.update({"graph.router_norm": not spec["graph.router_norm"]}),
     "longer": lambda spec: spec.update({"eos_ids": [3, 5, 7, 9], "executable_lacks": "x" * 99}),
     "shorter": lambda spec: spec.update({"eos_ids": [], "family": "x"}),
-    "kind": lambda spec: spec.update({"source_kind": "gguf", "graph.rope_pairing": "adjacent"}),
+    "kind": lambda spec: spec.update({"source_kind": "?", "graph.rope_pairing": "adjacent"}),
     "not-executable": lambda spec: spec.update({"executable": False, "executable_lacks": "faith"}),
     "counts": lambda spec: spec.update({"total_params": 1, "active_params": 1, "n_tokens": 7}),
 }
@@ -203,8 +203,6 @@ def test_a_wrong_spec_is_mended_to_that_of_a_fresh_repack(
     write = small_hf if kind == "hf" else small_gguf
     source = write(tmp_path / ("hf" if kind == "hf" else "m.gguf"), "qwen2_moe")
     repack(source, tmp_path / "fresh.colibri")
-    if (kind, name) == ("gguf", "kind"):
-        pytest.skip("is what this one is")
     path = edited(copy_of(tmp_path / "fresh.colibri", tmp_path), ALTERATIONS[name])
     size = path.stat().st_size
     result = respec(path)
@@ -496,16 +494,13 @@ def test_ctrl_c_leaves_it_as_it_was(altered: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
-def test_the_copy_is_not_trusted_for_another_file(altered: Path, tmp_path: Path) -> None:
+def test_the_copy_is_not_trusted_for_another_file(altered: Path) -> None:
     """The copy is whole, but the container was replaced by a damaged one of another model."""
     killed(altered, 5)
     data = bytearray(altered.read_bytes())
     data[-5000:] = bytes(5000)
     altered.write_bytes(data)
     assert "is the copy of another container's" in refused(altered)
-    backup = backup_path(altered)
-    backup.write_bytes(backup.read_bytes()[:-1])
-    assert "only the first" in refused(altered, SourceError) or True
 
 
 @pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
@@ -528,10 +523,14 @@ def test_a_copy_that_is_damaged_or_no_file_is_refused(
         os.mkfifo(backup)
     else:
         backup.mkdir()
-    before = altered.read_bytes()
-    with pytest.raises(ColibriError):
-        respec(altered)
-    assert altered.read_bytes() == before
+    expected = {
+        "cut": "cannot be used",
+        "bit": "section 'spec'",
+        "link": "cannot be opened",
+        "fifo": "found something else",
+        "folder": "found something else",
+    }
+    assert expected[kind] in refused(altered)
 
 
 def test_the_copy_alone_brings_the_container_back(altered: Path) -> None:

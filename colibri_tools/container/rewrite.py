@@ -23,7 +23,7 @@ from colibri_tools.container import reader
 from colibri_tools.container.encode import fill_section_table
 from colibri_tools.container.fileops import backup_path, fsync_directory
 from colibri_tools.container.format import align
-from colibri_tools.errors import FormatError, JobError, quote
+from colibri_tools.errors import FormatError, JobError, SourceError, quote
 
 __all__ = ["locked", "rebuilt_head", "restore", "write_head"]
 
@@ -183,14 +183,18 @@ def _read_backup(fd: int, path: Path, backup: Path) -> bytes:
         copy = os.open(backup, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         raise JobError(f"{backup}: cannot be opened: {error.strerror}") from error
-    with os.fdopen(copy, "rb") as file:
+    try:
         status = os.fstat(copy)
-        plausible = stat.S_ISREG(status.st_mode) and status.st_size <= min(size, _MAX_HEAD_BYTES)
-        head = file.read() if plausible else b""
+        if not stat.S_ISREG(status.st_mode) or status.st_size > min(size, _MAX_HEAD_BYTES):
+            raise JobError(f"{backup}: expected the copy of metadata, found something else")
+        with os.fdopen(os.dup(copy), "rb") as file:
+            head = file.read()
+    finally:
+        os.close(copy)
     try:
         with reader.open_bytes(head, size, str(backup)) as container:
             fits = len(head) == container.data_offset and _data_is_of(fd, container)
-    except FormatError as error:
+    except (FormatError, SourceError) as error:
         raise JobError(
             f"{path}: left damaged by an interrupted respec, and the copy of its metadata cannot "
             f"be used: {error.message}; repack the checkpoint"
