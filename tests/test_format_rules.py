@@ -6,6 +6,7 @@ Checksums are made to hold again after each change, so that the rule itself is w
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from container_util import BF16, HIDDEN, Draft, make_container, small_residents, small_spec
+from tiny_containers import Containers
 
 from colibri_tools import native
 from colibri_tools.container import SPEC_KEYS, RuleError, SectionKind, Stream
@@ -21,7 +23,8 @@ from colibri_tools.container import format as fmt
 from colibri_tools.container.checks import check_layouts, check_rows
 from colibri_tools.container.kv import KvType, decode_kv, encode_kv
 from colibri_tools.container.reader import open_bytes
-from colibri_tools.errors import UsageError
+from colibri_tools.errors import JobError, UsageError
+from colibri_tools.respec import respec
 from colibri_tools.verify import verify_container
 
 
@@ -62,7 +65,7 @@ def test_every_rule_has_a_test() -> None:
     page = Path(__file__).parent.parent / "docs" / "format.md"
     rules = {int(n) for n in re.findall(r"^(\d+)\. ", page.read_text("utf-8"), re.MULTILINE)}
     tested = {int(n) for n in re.findall(r"^test_rule_(\d+)_", "\n".join(globals()), re.MULTILINE)}
-    assert rules == set(range(1, 25))
+    assert rules == set(range(1, 28))
     assert tested == rules
 
 
@@ -930,6 +933,93 @@ def test_rule_24_models_that_are_not_executed_need_no_router(draft: Draft) -> No
     tensors["role"][tensors["role"] == 33] = 51
     draft.replace_section(SectionKind.SPEC, spec_section(executable=False))
     assert draft.seal().open().spec["executable"] is False
+
+
+# -- rewriting in place (tests/test_respec.py has the rest) ----------------------------------------
+
+
+@pytest.fixture
+def altered(containers: Containers) -> Draft:
+    """A model whose spec is not what its config says."""
+    draft = Draft(bytearray(containers.hf("olmoe").read_bytes()))
+    values, types = decode_kv(draft.section_bytes(SectionKind.SPEC), "spec")
+    draft.replace_section(SectionKind.SPEC, encode_kv({**values, "graph.norm_eps": 0.5}, types))
+    return draft.seal()
+
+
+def test_rule_25_respec_changes_spec_and_provenance_only(altered: Draft, tmp_path: Path) -> None:
+    path = tmp_path / "m.colibri"
+    path.write_bytes(altered.data)
+    assert respec(path).changed
+    after = Draft(bytearray(path.read_bytes()))
+    after.open()
+    data_offset = int(altered.page["data_offset"][0])
+    assert after.data[data_offset:] == altered.data[data_offset:]
+    for field in ("alignment", "file_size", "data_offset", "expert_offset", "n_sections"):
+        assert after.page[field] == altered.page[field]
+    changed = [k for k in range(1, 8) if after.section_bytes(k) != altered.section_bytes(k)]
+    assert changed == [SectionKind.SPEC, SectionKind.PROVENANCE]
+    values, _ = decode_kv(after.section_bytes(SectionKind.PROVENANCE), "provenance")
+    assert "respec.tool_version" in values
+
+
+def test_rule_26_every_step_is_on_disk_before_the_next(
+    altered: Draft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.colibri"
+    path.write_bytes(altered.data)
+    done: list[tuple[str, int, bool]] = []
+    write, sync = os.pwrite, os.fsync
+
+    def log(what: str, fd: int, data: memoryview) -> None:
+        name = Path(f"/proc/self/fd/{fd}").readlink().name
+        done.append((f"{what} {name}", len(data), any(data)))
+
+    def logged_write(fd: int, data: memoryview, offset: int) -> int:
+        log(f"write {offset}", fd, data)
+        return write(fd, data, offset)
+
+    def logged_sync(fd: int) -> None:
+        log("sync", fd, memoryview(b""))
+        sync(fd)
+
+    monkeypatch.setattr(os, "pwrite", logged_write)
+    monkeypatch.setattr(os, "fsync", logged_sync)
+    respec(path)
+    end = int(altered.page["data_offset"][0])
+    assert done == [
+        ("write 0 m.colibri.respec", end, True),
+        ("sync m.colibri.respec", 0, False),
+        (f"sync {tmp_path.name}", 0, False),
+        ("write 0 m.colibri", 4096, False),
+        ("sync m.colibri", 0, False),
+        ("write 4096 m.colibri", end - 4096, True),
+        ("sync m.colibri", 0, False),
+        ("write 0 m.colibri", 4096, True),
+        ("sync m.colibri", 0, False),
+        (f"sync {tmp_path.name}", 0, False),
+    ]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.colibri"]
+
+
+def test_rule_27_a_copy_is_put_back_where_it_belongs(altered: Draft, tmp_path: Path) -> None:
+    path, copy = tmp_path / "m.colibri", tmp_path / "m.colibri.respec"
+    end = int(altered.page["data_offset"][0])
+    path.write_bytes(bytes(end) + altered.data[end:])
+    copy.write_bytes(altered.data[:end])
+    assert respec(path).notes[0].endswith("its changes are undone")
+    assert not copy.exists()
+    copy.write_bytes(altered.data[:end])
+    assert respec(path).notes[0].endswith("is whole, m.colibri.respec is removed")
+    assert not copy.exists()
+    path.write_bytes(bytes(len(altered.data)))
+    copy.write_bytes(altered.data[:end])
+    with pytest.raises(JobError, match="the copy of another container's"):
+        respec(path)
+    path.write_bytes(bytes(end) + altered.data[end:])
+    copy.write_bytes(altered.data[: end - 1])
+    with pytest.raises(JobError, match="cannot be used"):
+        respec(path)
 
 
 def test_streams_and_residents_are_what_the_rules_assume() -> None:

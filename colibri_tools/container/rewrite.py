@@ -27,7 +27,7 @@ from colibri_tools.errors import FormatError, JobError, SourceError, quote
 
 __all__ = ["locked", "rebuilt_head", "restore", "write_head"]
 
-_MAX_HEAD_BYTES = fmt.PAGE0_BYTES + 4 * ((1 << 30) + (8 << 20))  # rules 7 and 8
+_MAX_HEAD_BYTES = fmt.PAGE0_BYTES + 4 * (fmt.MAX_METADATA_BYTES + (8 << 20))  # rule 8
 
 
 def rebuilt_head(head: bytes, replaced: Mapping[int, bytes], path: str) -> bytes:
