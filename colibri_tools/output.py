@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import (
     BarColumn,
@@ -25,6 +25,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.segment import Segment
 
 from colibri_tools.errors import ColibriError
 
@@ -139,8 +140,27 @@ class Output:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+class _SafeConsole(Console):
+    """A console on which names of untrusted files cannot drive the terminal."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            if control is None and not text.isprintable():
+                text = "".join(map(_plain, text))
+            yield Segment(text, style, control)
+
+
+def _plain(char: str) -> str:
+    if char.isprintable() or char == "\n":
+        return char
+    return char.encode("unicode_escape").decode("ascii")
+
+
 def _console(stream: Any) -> Console:
-    console = Console(file=stream, highlight=False)
+    console = _SafeConsole(file=stream, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH
     return console

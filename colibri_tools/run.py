@@ -447,7 +447,8 @@ def _npy_rows(path: str | os.PathLike[str], rows: int, cols: int) -> Iterator[Bi
     """A file behind a .npy header of float32 [rows, cols], renamed to `path` when complete."""
     partial = Path(f"{os.fspath(path)}.partial")
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)  # never write through a link that waits there
+        with partial.open("xb") as file:
             header = {"descr": "<f4", "fortran_order": False, "shape": (rows, cols)}
             np.lib.format.write_array_header_1_0(file, header)
             yield file
