@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ ProgressCallback = Callable[[int, int], None]
 """Called with (bytes done, bytes in total)."""
 
 _PIPE_WIDTH = 200
+_UNSAFE = re.compile("[\x7f-\x9f\ud800-\udfff]")
+"""What JSON allows in strings but a terminal (controls) or UTF-8 (halves of pairs) does not."""
 
 
 class Result(Protocol):
@@ -92,7 +95,8 @@ class Output:
 
     def document(self, data: dict[str, Any]) -> None:
         """Print one strict JSON document."""
-        sys.stdout.write(json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+        text = json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False)
+        sys.stdout.write(_UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n")
         sys.stdout.flush()
 
     def note(self, text: str) -> None:

@@ -287,10 +287,14 @@ def _check_shapes(census: Census) -> None:
                     f"{_shape_text(piece.tensor.name, found, names, expected)} for the "
                     f"{part.label} matrix of one expert"
                 )
-    for text in wrong[:4]:
+    if not wrong:
+        return
+    for text in wrong[:3]:
         census.problem(text)
-    if len(wrong) > 4:
-        census.problem(f"{len(wrong) - 4} more tensors have an unexpected shape")
+    more = f"{len(wrong) - 3} more tensors have an unexpected shape; " if len(wrong) > 3 else ""
+    census.problem(
+        f"{more}the metadata and the weights are not of one model: fetch both from one revision"
+    )
 
 
 def shape_of(census: Census, rule: TensorRule, layer: int) -> tuple[int, ...]:
