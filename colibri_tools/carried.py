@@ -155,6 +155,7 @@ class _ContainerFile:
         self.path = container.path
         self.size = container.file_size
         self.identity = container.identity
+        self.stamp = ""
         self.blob_sha256: str | None = None
 
     def read_into(self, offset: int, out: memoryview, what: str) -> None:

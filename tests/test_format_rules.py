@@ -969,21 +969,21 @@ def test_rule_26_every_step_is_on_disk_before_the_next(
     path = tmp_path / "m.colibri"
     path.write_bytes(altered.data)
     done: list[tuple[str, int, bool]] = []
-    write, sync = os.pwrite, os.fsync
+    write, sync = os.pwritev, os.fsync
 
     def log(what: str, fd: int, data: memoryview) -> None:
         name = Path(f"/proc/self/fd/{fd}").readlink().name
         done.append((f"{what} {name}", len(data), any(data)))
 
-    def logged_write(fd: int, data: memoryview, offset: int) -> int:
-        log(f"write {offset}", fd, data)
-        return write(fd, data, offset)
+    def logged_write(fd: int, buffers: list[memoryview], offset: int) -> int:
+        log(f"write {offset}", fd, buffers[0])
+        return write(fd, buffers, offset)
 
     def logged_sync(fd: int) -> None:
         log("sync", fd, memoryview(b""))
         sync(fd)
 
-    monkeypatch.setattr(os, "pwrite", logged_write)
+    monkeypatch.setattr(os, "pwritev", logged_write)
     monkeypatch.setattr(os, "fsync", logged_sync)
     respec(path)
     end = int(altered.page["data_offset"][0])

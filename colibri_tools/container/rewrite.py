@@ -21,7 +21,7 @@ import numpy as np
 from colibri_tools.container import format as fmt
 from colibri_tools.container import reader
 from colibri_tools.container.encode import fill_section_table
-from colibri_tools.container.fileops import backup_path, fsync_directory
+from colibri_tools.container.fileops import backup_path, fsync_directory, pwrite_all
 from colibri_tools.container.format import align
 from colibri_tools.errors import FormatError, JobError, SourceError, quote
 
@@ -137,7 +137,7 @@ def _overwrite(fd: int, head: bytes) -> None:
         (fmt.PAGE0_BYTES, head[fmt.PAGE0_BYTES :]),
         (0, head[: fmt.PAGE0_BYTES]),
     ):
-        _write_at(fd, offset, data)
+        pwrite_all(fd, offset, [memoryview(data)])
         os.fsync(fd)
 
 
@@ -148,18 +148,11 @@ def _overwrite_checked(fd: int, path: Path, head: bytes) -> None:
         raise _failed(path, backup_path(path), error) from error
 
 
-def _write_at(fd: int, offset: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        n = os.pwrite(fd, view, offset)
-        view, offset = view[n:], offset + n
-
-
 def _write_backup(backup: Path, head: bytes, mode: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(backup, flags, stat.S_IMODE(mode) & 0o666)
     try:
-        _write_at(fd, 0, head)
+        pwrite_all(fd, 0, [memoryview(head)])
         os.fsync(fd)
         fsync_directory(backup.parent)
     except BaseException:
