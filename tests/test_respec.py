@@ -566,6 +566,28 @@ def test_a_copy_that_is_damaged_or_no_file_is_refused(
     assert expected[kind] in refused(altered)
 
 
+@pytest.mark.parametrize("kind", ["text", "link", "folder"])
+def test_what_only_has_the_name_of_a_copy_is_kept(kind: str, altered: Path, tmp_path: Path) -> None:
+    other = backup_path(altered)
+    (tmp_path / "notes").write_text("my notes")
+    if kind == "text":
+        other.write_text("my notes")
+    elif kind == "link":
+        other.symlink_to("notes")
+    else:
+        other.mkdir()
+    assert "found something else; move it away" in refused(altered)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 5, 4096, 5000])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_copy_that_was_not_finished_is_removed(n_bytes: int, zeros: bool, altered: Path) -> None:
+    data = bytes(n_bytes) if zeros else altered.read_bytes()[:n_bytes]
+    backup_path(altered).write_bytes(data)
+    assert respec(altered).changed
+    assert not backup_path(altered).exists()
+
+
 def test_the_copy_alone_brings_the_container_back(altered: Path) -> None:
     """As docs/format.md says: the copy is the bytes in front of the data, to be put back."""
     before = altered.read_bytes()

@@ -126,8 +126,21 @@ def restore(fd: int, path: Path) -> str | None:
         _overwrite_checked(fd, path, _read_backup(fd, path, backup))
         _remove(backup)
         return "an earlier respec was interrupted; its changes are undone"
+    if not _begins_like_a_copy(backup):
+        raise JobError(
+            f"{backup}: expected the copy of metadata, found something else; move it away"
+        )
     _remove(backup)
     return f"an earlier respec was interrupted; the container is whole, {backup.name} is removed"
+
+
+def _begins_like_a_copy(backup: Path) -> bool:
+    """True for a copy, also for one of which only a part or zeros reached the disk."""
+    if not stat.S_ISREG(backup.lstat().st_mode):
+        return False
+    with backup.open("rb") as file:
+        begin = file.read(len(fmt.MAGIC))
+    return fmt.MAGIC.startswith(begin) or not any(begin)
 
 
 def _overwrite(fd: int, head: bytes) -> None:
@@ -179,7 +192,7 @@ def _read_backup(fd: int, path: Path, backup: Path) -> bytes:
     try:
         status = os.fstat(copy)
         if not stat.S_ISREG(status.st_mode) or status.st_size > min(size, _MAX_HEAD_BYTES):
-            raise JobError(f"{backup}: expected the copy of metadata, found something else")
+            raise JobError(f"{backup}: expected a copy of metadata, found something else")
         with os.fdopen(os.dup(copy), "rb") as file:
             head = file.read()
     finally:
