@@ -65,6 +65,7 @@ def test_case_12_2_every_kind_of_failure_is_one_document(
         raise error
 
     monkeypatch.setattr(f"colibri_tools.{command}.{command}", fail)
+    monkeypatch.setattr("signal.signal", lambda *args: None)  # pytest keeps its own handlers
     extra = ["-o", str(tmp_path / "x")] if command == "repack" else []
     with pytest.raises(SystemExit) as caught:
         cli.main([command, str(container), *extra, "--json"])
