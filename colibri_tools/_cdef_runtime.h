@@ -17,6 +17,12 @@ const char *colibri_version(void);
 
 const char *colibri_status_name(colibri_status status);
 
+typedef enum {
+  COLIBRI_CHECK_FIRST = 0,
+  COLIBRI_CHECK_ALWAYS = 1,
+  COLIBRI_CHECK_NEVER = 2,
+} colibri_check;
+
 typedef struct {
   size_t struct_bytes;
   uint32_t n_threads;
@@ -24,7 +30,7 @@ typedef struct {
   uint64_t ctx;
   uint64_t batch_size;
   uint64_t expert_cache_bytes;
-  bool skip_checksums;
+  colibri_check check;
 } colibri_options;
 
 void colibri_options_init(colibri_options *options);

@@ -240,6 +240,13 @@ echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperatur
     type=SIZE,
     help="Memory for experts; default: all of them, or half of what is free.",
 )
+@click.option(
+    "--check",
+    type=click.Choice(("always", "first", "never")),
+    default="first",
+    show_default=True,
+    help="When checksums are compared: at every read of an expert, at its first, or never.",
+)
 @click.option("--temperature", type=float, default=0.0, help="0 = greedy (default).")
 @click.option("--top-k", type=click.IntRange(1), help="Draw from the K most likely tokens.")
 @click.option(

@@ -15,10 +15,22 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colibri_tools.errors import ColibriError, FormatError, JobError, UsageError
+from colibri_tools.errors import ColibriError, FormatError, JobError, UsageError, quote
 from colibri_tools.native import ffi, lib
 
-__all__ = ["Engine", "EngineInfo", "Logits", "Memory", "Sampler", "Sampling", "Stats", "estimate"]
+__all__ = [
+    "CHECK_MODES",
+    "Engine",
+    "EngineInfo",
+    "Logits",
+    "Memory",
+    "Sampler",
+    "Sampling",
+    "Stats",
+    "estimate",
+]
+
+CHECK_MODES = ("always", "first", "never")
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 Path: TypeAlias = "str | os.PathLike[str]"
@@ -135,8 +147,10 @@ class Engine:
     """An open container and one sequence of tokens.
 
     `expert_cache` is in bytes; None takes half of the memory that is left, at most all experts.
-    `ctx` None is the smaller of 4096 and the model's context length. One thread at a time uses an
-    engine, but for `cancel`. Raises FormatError, JobError or UsageError.
+    `ctx` None is the smaller of 4096 and the model's context length. `check` is when checksums
+    are compared: resident tensors and the embedding at open, expert blocks at their "first" read
+    or "always"; or "never" anything but metadata. One thread at a time uses an engine, but for
+    `cancel`. Raises FormatError, JobError or UsageError.
     """
 
     def __init__(
@@ -148,7 +162,7 @@ class Engine:
         ctx: int | None = None,
         batch_size: int | None = None,
         io_threads: int = 0,
-        check: bool = True,
+        check: str = "first",
     ) -> None:
         self.path = path
         self._model: Any = None
@@ -345,7 +359,7 @@ def _options(
     ctx: int | None = None,
     batch_size: int | None = None,
     io_threads: int = 0,
-    check: bool = True,
+    check: str = "first",
 ) -> Any:
     options = ffi.new("colibri_options *")
     lib.colibri_options_init(options)
@@ -356,8 +370,14 @@ def _options(
     options.batch_size = 0 if batch_size is None else _bounded("batch-size", batch_size, 1)
     if expert_cache is not None:
         options.expert_cache_bytes = _bounded("expert-cache", expert_cache, 1)
-    options.skip_checksums = not check
+    options.check = _check_mode(check)
     return options
+
+
+def _check_mode(name: str) -> int:
+    if name not in CHECK_MODES:
+        raise UsageError(f"check: expected {', '.join(CHECK_MODES)}, found {quote(name)}")
+    return int(getattr(lib, f"COLIBRI_CHECK_{name.upper()}"))
 
 
 def _bounded(name: str, value: int, least: int) -> int:

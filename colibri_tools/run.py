@@ -128,6 +128,7 @@ def run(
     threads: int = 0,
     batch_size: int | None = None,
     expert_cache: int | None = None,
+    check: str = "first",
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -146,7 +147,8 @@ def run(
     beginning-of-text token, and without a chat template. `on_text` is called with each piece of
     generated text as it comes (ids and a space when there is no tokenizer). `logits` names a .npy
     file for the prompt's logits, float32 [positions, vocab]. `ctx` None makes room for the prompt
-    and `max_tokens`. Ctrl-C does not raise: the result holds what was made until then.
+    and `max_tokens`. `check` is when checksums are compared, as `Engine` has it. Ctrl-C does not
+    raise: the result holds what was made until then.
 
     Raises UsageError for options that contradict each other or the model, FormatError and JobError.
     """
@@ -159,7 +161,9 @@ def run(
     ids = _encode(path, tokenizer, text_prompt) if tokens is None else parse_tokens(tokens)
     if not ids:
         raise UsageError("the prompt has no tokens; give a text, or ids with --tokens")
-    options = _EngineOptions(threads=threads, batch_size=batch_size, expert_cache=expert_cache)
+    options = _EngineOptions(
+        threads=threads, batch_size=batch_size, expert_cache=expert_cache, check=check
+    )
     ctx = _choose_ctx(path, len(ids), max_tokens, ctx, options)
     with Engine(path, ctx=ctx, **options) as engine:
         engine.check_tokens(ids)
@@ -225,6 +229,7 @@ class _EngineOptions(TypedDict):
     threads: int
     batch_size: int | None
     expert_cache: int | None
+    check: str
 
 
 class _Generation:

@@ -85,6 +85,7 @@ typedef struct {
 
 struct clb_container {
   int fd;
+  char *path;
   uint64_t alignment, file_size, data_offset, expert_offset;
   uint64_t metadata_end;
   uint32_t n_sections;
@@ -1383,6 +1384,11 @@ clb_container *clb_container_open(const char *path, char *error, size_t error_by
   } else {
     c = open_common(&r, fd, (uint64_t)st.st_size);
   }
+  if (c != NULL && (c->path = strdup(path)) == NULL) {
+    out_of_memory(&r, "path");
+    clb_container_close(c);
+    c = NULL;
+  }
   if (error_bytes > 0) {
     error[0] = 0;
     if (c == NULL) snprintf(error, error_bytes, "%s: %s", path, reason);
@@ -1400,6 +1406,7 @@ clb_container *clb_container_open_memory(const uint8_t *metadata, size_t n_bytes
 void clb_container_close(clb_container *c) {
   if (c == NULL) return;
   if (c->fd >= 0) close(c->fd);
+  free(c->path);
   free(c->metadata);
   free(c->spec);
   free(c->tensors);
@@ -1414,6 +1421,9 @@ void clb_container_close(clb_container *c) {
 
 int clb_container_fd(const clb_container *c) {
   return c->fd;
+}
+const char *clb_container_path(const clb_container *c) {
+  return c->path != NULL ? c->path : "";
 }
 uint64_t clb_container_alignment(const clb_container *c) {
   return c->alignment;

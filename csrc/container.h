@@ -124,7 +124,8 @@ clb_container *clb_container_open_memory(const uint8_t *metadata, size_t n_bytes
                                          size_t error_bytes);
 void clb_container_close(clb_container *c);
 
-int clb_container_fd(const clb_container *c);  // buffered descriptor, -1 over memory
+int clb_container_fd(const clb_container *c);            // buffered descriptor, -1 over memory
+const char *clb_container_path(const clb_container *c);  // as it was opened, "" over memory
 uint64_t clb_container_alignment(const clb_container *c);
 uint64_t clb_container_file_size(const clb_container *c);
 uint64_t clb_container_data_offset(const clb_container *c);

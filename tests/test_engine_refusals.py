@@ -162,9 +162,10 @@ def test_a_flipped_bit_in_a_resident_tensor_is_found(tmp_path: Path) -> None:
     with open_container(path) as container:
         tensor = container.tensors["1.attn_v"]
     flip(path, tensor.offset + tensor.n_bytes - 1)
-    with pytest.raises(JobError, match=r"tensor 1\.attn_v at offset \d+.*colibri verify"):
-        Engine(path).close()
-    Engine(path, check=False).close()
+    for check in ("first", "always"):
+        with pytest.raises(JobError, match=r"tensor 1\.attn_v: the \d+ bytes at offset"):
+            Engine(path, check=check).close()
+    Engine(path, check="never").close()
 
 
 def test_a_flipped_bit_in_a_block_is_found_when_it_is_used(tmp_path: Path) -> None:
@@ -214,6 +215,7 @@ def test_equal_logits_fail_the_sanity_check(tmp_path: Path) -> None:
         ({"ctx": 4097}, UsageError, "context of 4097: this model allows up to 4096"),
         ({"ctx": 0}, UsageError, "ctx: expected 1 or more, found 0"),
         ({"batch_size": 5000}, UsageError, "batch size of 5000: expected up to 4096"),
+        ({"check": "sometimes"}, UsageError, "check: expected always, first, never, found"),
         ({"threads": -1}, UsageError, "threads: expected 0 or more, found -1"),
         ({"threads": 5000}, UsageError, "threads: expected up to 1024"),
     ],

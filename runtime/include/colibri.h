@@ -62,6 +62,21 @@ COLIBRI_API const char *colibri_status_name(colibri_status status);
 /* -------------------------------------------------------------------------------------------------------------------
  * Options and memory */
 
+/* When the CRC-32C of payload is compared. Metadata is checked at every open, whatever this says.
+ *
+ *                       resident tensors, embedding    expert blocks
+ *   COLIBRI_CHECK_FIRST  at open                        the first time this model reads each
+ *   COLIBRI_CHECK_ALWAYS at open                        every time one is read into the cache
+ *   COLIBRI_CHECK_NEVER  no                             no
+ *
+ * What is in memory is not checked again. An embedding that is no output head stays in the file: it is checked as a
+ * whole at open, and its rows are read later without a check. */
+typedef enum {
+  COLIBRI_CHECK_FIRST = 0,
+  COLIBRI_CHECK_ALWAYS = 1,
+  COLIBRI_CHECK_NEVER = 2,
+} colibri_check;
+
 typedef struct {
   size_t struct_bytes;         /* set by colibri_options_init */
   uint32_t n_threads;          /* compute threads; 0: one per available CPU */
@@ -69,7 +84,7 @@ typedef struct {
   uint64_t ctx;                /* positions the KV holds; 0: the smaller of 4096 and the model's context length */
   uint64_t batch_size;         /* tokens evaluated at once; 0: 256 */
   uint64_t expert_cache_bytes; /* 0: the smaller of all experts and half of the available memory */
-  bool skip_checksums;         /* do not check CRC-32C of what is read */
+  colibri_check check;
 } colibri_options;
 
 COLIBRI_API void colibri_options_init(colibri_options *options);

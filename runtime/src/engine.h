@@ -73,7 +73,7 @@ typedef struct {
   clb_graph graph;
   uint64_t ctx, batch_size, cache_bytes;
   size_t n_threads, io_threads;
-  bool check;  // checksums
+  colibri_check check;
 
   const clb_kernels *kernels;
   clb_pool *pool;

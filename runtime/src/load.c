@@ -43,11 +43,14 @@ static colibri_status check_options(clb_engine *e, const colibri_options *o) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "threads: expected up to %d for computing and %d for reading",
                     CLB_POOL_MAX_THREADS, CLB_STORE_MAX_IO_THREADS);
   }
+  if (o->check != COLIBRI_CHECK_FIRST && o->check != COLIBRI_CHECK_ALWAYS && o->check != COLIBRI_CHECK_NEVER) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "check: expected a colibri_check, found %d", (int)o->check);
+  }
   e->ctx = o->ctx ? o->ctx : smaller(limit, DEFAULT_CTX);
   e->batch_size = smaller(o->batch_size ? o->batch_size : DEFAULT_BATCH, e->ctx);
   e->n_threads = o->n_threads ? o->n_threads : smaller(clb_available_cpus(), CLB_POOL_MAX_THREADS);
   e->io_threads = o->io_threads;
-  e->check = !o->skip_checksums;
+  e->check = o->check;
   const uint64_t n_chunks = e->ctx / CLB_ATTENTION_CHUNK + 1;
   if (n_chunks * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu: too large for %llu key heads",
@@ -237,6 +240,7 @@ typedef struct {
   _Atomic int read_error;          // errno of a failed read
   _Atomic uint64_t failed_offset;  // of that read
   _Atomic size_t failed_tensor;    // index + 1 of a tensor whose checksum is wrong
+  _Atomic uint32_t found_crc;      // of that tensor
 } load_job;
 
 static size_t range_tasks(const file_range *r) {
@@ -266,25 +270,56 @@ static void check_task(void *context, size_t task, size_t worker) {
   (void)worker;
   load_job *job = context;
   const clb_tensor *t = clb_container_tensor(job->engine->container, task);
-  if (!is_resident(job->engine, t) || t->alias) return;
-  if (clb_crc32c(0, locate(job, t->offset), t->bytes) != t->crc32c) atomic_store(&job->failed_tensor, task + 1);
+  if (!is_resident(job->engine, t)) return;
+  if (t->alias && is_resident(job->engine, clb_container_tensor(job->engine->container, t->alias_of))) return;
+  const uint32_t found = clb_crc32c(0, locate(job, t->offset), t->bytes);
+  if (found == t->crc32c) return;
+  size_t none = 0;  // the first to fail is the one that is named
+  if (atomic_compare_exchange_strong(&job->failed_tensor, &none, task + 1)) atomic_store(&job->found_crc, found);
+}
+
+static colibri_status damaged(const clb_engine *e, const clb_tensor *t, uint32_t found) {
+  return clb_fail(e->error, COLIBRI_ERROR_IO,
+                  "tensor %.*s: the %llu bytes at offset %llu have CRC-32C %08x, expected %08x: the container is "
+                  "damaged; 'colibri verify %s' tells where",
+                  (int)t->name_bytes, t->name, (unsigned long long)t->bytes, (unsigned long long)t->offset, found,
+                  t->crc32c, clb_container_path(e->container));
+}
+
+static colibri_status failed_read(const clb_engine *e, const char *what, int number, uint64_t offset, size_t n_bytes) {
+  char text[256];
+  clb_file_describe(number, offset, n_bytes, text, sizeof text);
+  return clb_fail(e->error, COLIBRI_ERROR_IO, "%s: %s", what, text);
+}
+
+// An embedding whose rows are read on demand, piece by piece through memory that is not in use yet.
+static colibri_status check_embedding(const clb_engine *e) {
+  const clb_tensor *t = e->graph.token_embd;
+  const uint64_t piece = smaller(READ_BYTES, e->resident.n_bytes), end = t->offset + t->bytes;
+  uint8_t *buffer = e->resident.pages;
+  uint32_t crc = 0;
+  for (uint64_t at = t->offset; at < end;) {
+    const uint64_t start = at / CLB_IO_UNIT * CLB_IO_UNIT, n = smaller(align_up(end, CLB_IO_UNIT) - start, piece);
+    const int failure = clb_file_read(&e->file, start, buffer, (size_t)n);
+    if (failure != 0) return failed_read(e, "token_embd", failure, start, (size_t)n);
+    const uint64_t stop = smaller(end, start + n);
+    crc = clb_crc32c(crc, buffer + (at - start), (size_t)(stop - at));
+    at = stop;
+  }
+  return crc == t->crc32c ? COLIBRI_OK : damaged(e, t, crc);
 }
 
 static colibri_status read_resident(clb_engine *e, load_job *job) {
   size_t n_tasks = 0;
   for (size_t i = 0; i < job->n_ranges; i++) n_tasks += range_tasks(&job->ranges[i]);
   clb_pool_run(e->pool, read_task, job, n_tasks);
-  char text[256];
-  if (atomic_load(&job->read_error) != 0) {
-    clb_file_describe(job->read_error, job->failed_offset, READ_BYTES, text, sizeof text);
-    return clb_fail(e->error, COLIBRI_ERROR_IO, "resident tensors: %s", text);
-  }
-  if (e->check) clb_pool_run(e->pool, check_task, job, clb_container_n_tensors(e->container));
-  if (atomic_load(&job->failed_tensor) == 0) return COLIBRI_OK;
-  const clb_tensor *t = clb_container_tensor(e->container, job->failed_tensor - 1);
-  return clb_fail(e->error, COLIBRI_ERROR_IO,
-                  "tensor %.*s at offset %llu: its bytes do not match their checksum; run 'colibri verify'",
-                  (int)t->name_bytes, t->name, (unsigned long long)t->offset);
+  const int number = atomic_load(&job->read_error);
+  if (number != 0) return failed_read(e, "resident tensors", number, job->failed_offset, READ_BYTES);
+  if (e->check == COLIBRI_CHECK_NEVER) return COLIBRI_OK;
+  clb_pool_run(e->pool, check_task, job, clb_container_n_tensors(e->container));
+  const size_t failed = atomic_load(&job->failed_tensor);
+  if (failed == 0) return COLIBRI_OK;
+  return damaged(e, clb_container_tensor(e->container, failed - 1), job->found_crc);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -338,7 +373,9 @@ static colibri_status load_resident(clb_engine *e) {
   load_job job = {.engine = e, .ranges = ranges};
   uint64_t n_bytes;
   job.n_ranges = resident_ranges(e, ranges, &n_bytes);
-  const colibri_status status = read_resident(e, &job);
+  colibri_status status = COLIBRI_OK;
+  if (e->embedding_on_demand && e->check != COLIBRI_CHECK_NEVER) status = check_embedding(e);
+  if (status == COLIBRI_OK) status = read_resident(e, &job);
   if (status == COLIBRI_OK) {
     binder b = {.engine = e, .job = &job};
     for (size_t i = 0; i < e->graph.n_layers; i++) bind_layer(&b, &e->graph.layers[i], &e->layers[i]);
@@ -375,6 +412,11 @@ static colibri_status allocate_all(clb_engine *e) {
   return COLIBRI_OK;
 }
 
+static clb_check store_check(colibri_check check) {
+  if (check == COLIBRI_CHECK_NEVER) return CLB_CHECK_NEVER;
+  return check == COLIBRI_CHECK_ALWAYS ? CLB_CHECK_ALWAYS : CLB_CHECK_FIRST;
+}
+
 colibri_status clb_engine_open(clb_engine *e) {
   char text[COLIBRI_ERROR_BYTES] = "";
   e->kernels = clb_kernels_best();
@@ -384,9 +426,8 @@ colibri_status clb_engine_open(clb_engine *e) {
   if (!clb_file_open(&e->file, clb_container_fd(e->container), text, sizeof text)) {
     return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", text);
   }
-  const clb_store_options options = {.cache_bytes = e->cache_bytes,
-                                     .io_threads = (uint32_t)e->io_threads,
-                                     .check = e->check ? CLB_CHECK_FIRST : CLB_CHECK_NEVER};
+  const clb_store_options options = {
+      .cache_bytes = e->cache_bytes, .io_threads = (uint32_t)e->io_threads, .check = store_check(e->check)};
   e->store = clb_store_open(e->container, &options, text, sizeof text);
   if (!e->store) return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", text);
   return load_resident(e);

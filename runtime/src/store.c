@@ -35,7 +35,7 @@
 // token's experts chosen again); neighbours in the grid are within a point, and none of it is near a cliff.
 static const double kFade = 0.99;
 static const double kRepeat = 0.2;
-enum { FADE_STEPS = 1024, DEFAULT_IO_THREADS = 2, ERROR_BYTES = 512 };
+enum { FADE_STEPS = 1024, DEFAULT_IO_THREADS = 2, ERROR_BYTES = 1024 };
 
 static const uint32_t kNone = UINT32_MAX;
 
@@ -436,14 +436,14 @@ static void fail_read(clb_store *s, const slot *x) {
   const block_state *b = &s->blocks[x->block];
   const clb_row *row = clb_container_row(s->container, b->row);
   uint64_t expert = x->block - s->rows[b->row].first_block;
-  char cause[256];
+  char cause[ERROR_BYTES / 2];
   if (x->read.status == CLB_READ_DAMAGED) {
     clb_block block = {0};
     (void)clb_container_block(s->container, b->row, (size_t)expert, &block);
     snprintf(cause, sizeof cause,
              "the %" PRIu64 " bytes at offset %" PRIu64 " have CRC-32C %08" PRIx32 ", expected %08" PRIx32
-             ": the container is damaged, `colibri verify` tells where",
-             block.bytes, block.offset, x->read.crc32c, block.crc32c);
+             ": the container is damaged; 'colibri verify %s' tells where",
+             block.bytes, block.offset, x->read.crc32c, block.crc32c, clb_container_path(s->container));
   } else {
     clb_file_describe(x->read.status, x->read.offset, x->read.n_bytes, cause, sizeof cause);
   }

@@ -37,6 +37,8 @@ static const char kHelp[] =
     "  --repetition-penalty X    weaken ids that are in the text already [1]\n"
     "  --seed N                  of the draw [0]\n"
     "  --ignore-eos              do not stop at an end-of-text id\n"
+    "  --check WHEN              compare checksums of what is read: always, first (each\n"
+    "                            block's first read), never [first]\n"
     "  --logits FILE.npy         write the prompt's logits, float32 [positions, vocab]\n"
     "  --json                    print one JSON document\n"
     "  --profile                 print where time went\n"
@@ -50,6 +52,7 @@ typedef struct {
   const char *model, *tokens_text, *logits_path;
   uint64_t max_tokens, ctx, threads, batch_size, expert_cache;
   colibri_sampling sampling;
+  colibri_check check;
   bool ignore_eos, json, profile, help, version;
   bool has_seed, has_top_k, has_top_p, has_min_p;
 } settings;
@@ -170,7 +173,7 @@ static bool parse_number(const char *text, double *out) {
   return starts_well && *end == '\0' && isfinite(*out);
 }
 
-typedef enum { FLAG, COUNT, SIZE, NUMBER, TEXT } option_kind;
+typedef enum { FLAG, COUNT, SIZE, NUMBER, TEXT, CHECK } option_kind;
 
 typedef struct {
   const char *name;
@@ -179,10 +182,24 @@ typedef struct {
   bool *given;  // or NULL
 } option;
 
+static bool parse_check(const char *text, colibri_check *out) {
+  static const struct {
+    const char *name;
+    colibri_check check;
+  } names[] = {{"always", COLIBRI_CHECK_ALWAYS}, {"first", COLIBRI_CHECK_FIRST}, {"never", COLIBRI_CHECK_NEVER}};
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    if (strcmp(text, names[i].name) != 0) continue;
+    *out = names[i].check;
+    return true;
+  }
+  return false;
+}
+
 static bool parse_value(const option *o, const char *text) {
   if (o->kind == COUNT) return parse_u64(text, INT32_MAX, o->value);
   if (o->kind == SIZE) return parse_size(text, o->value) && *(uint64_t *)o->value > 0;
   if (o->kind == NUMBER) return parse_number(text, o->value);
+  if (o->kind == CHECK) return parse_check(text, o->value);
   *(const char **)o->value = text;
   return *text != '\0';
 }
@@ -190,6 +207,7 @@ static bool parse_value(const option *o, const char *text) {
 static const char *expected(option_kind kind) {
   if (kind == COUNT) return "a whole number from 0 to 2147483647";
   if (kind == SIZE) return "a size above 0, as 512M or 4G";
+  if (kind == CHECK) return "always, first or never";
   return kind == NUMBER ? "a number" : "a value";
 }
 
@@ -244,6 +262,7 @@ static int parse_settings(settings *s, int argc, char **argv) {
       {"--repetition-penalty", NUMBER, &s->sampling.repetition_penalty, NULL},
       {"--seed", COUNT, &seed, &s->has_seed},
       {"--ignore-eos", FLAG, &s->ignore_eos, NULL},
+      {"--check", CHECK, &s->check, NULL},
       {"--logits", TEXT, &s->logits_path, NULL},
       {"--json", FLAG, &s->json, NULL},
       {"--profile", FLAG, &s->profile, NULL},
@@ -463,7 +482,13 @@ static void print_json(const settings *s, const outcome *o, const colibri_metric
   } else {
     printf("\"hit_rate\": null, ");
   }
-  printf("\"wait_seconds\": %.6f}\n}\n", m->io_wait_seconds);
+  printf("\"wait_seconds\": %.6f},\n  \"warnings\": [", m->io_wait_seconds);
+  if (!m->io_direct) {
+    char text[COLIBRI_ERROR_BYTES];
+    snprintf(text, sizeof text, "reads go through the page cache: %s", m->io_reason);
+    print_json_string(text);
+  }
+  printf("]\n}\n");
 }
 
 static void print_profile(const colibri_metrics *m) {
@@ -505,6 +530,7 @@ static int open_model(const settings *s, const outcome *o) {
   options.batch_size = s->batch_size;
   options.expert_cache_bytes = s->expert_cache;
   options.ctx = s->ctx;
+  options.check = s->check;
   char text[COLIBRI_ERROR_BYTES];
   colibri_memory memory;
   colibri_status status = colibri_estimate(s->model, &options, &memory, text, sizeof text);
