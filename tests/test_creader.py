@@ -12,50 +12,7 @@ from pathlib import Path
 
 import pytest
 from c import make_container as mc
-
-ROOT = Path(__file__).parent.parent
-CSRC, RUNTIME, TEST_C = ROOT / "csrc", ROOT / "runtime" / "src", ROOT / "tests" / "c"
-CC = os.environ.get("CC", "cc").split()
-WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror"]
-ASAN = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-TSAN = ["-fsanitize=thread"]
-READER = [CSRC / name for name in ("container.c", "crc32c.c", "sha256.c")]
-STORE = [*READER, CSRC / "aligned_io.c", RUNTIME / "store.c", RUNTIME / "io_pread.c"]
-
-
-def compile_c(sources: list[Path], flags: list[str], out: Path) -> Path:
-    """Compile and link (or, with -c, only compile) `sources`."""
-    command = [*CC, "-std=c11", "-D_GNU_SOURCE", f"-I{CSRC}", f"-I{RUNTIME}", *flags]
-    command += [*map(str, sources), "-o", str(out)]
-    done = subprocess.run([*command, "-lm", "-lpthread"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-class Program:
-    """A test program with the flags it was built with."""
-
-    def __init__(self, path: Path, sources: list[Path], flags: list[str]) -> None:
-        self.path = compile_c(sources, ["-g", "-O1", *WARNINGS, *flags], path)
-
-    def __call__(self, *arguments: object, stdin: str = "") -> str:
-        """Run it and return what it printed."""
-        done = subprocess.run(
-            [self.path, *map(str, arguments)],
-            capture_output=True, text=True, input=stdin, timeout=200,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-        return done.stdout
-
-
-def sanitizer(flags: list[str], folder: Path) -> list[str]:
-    """Return the flags if programs built with them run here, else none."""
-    source = folder / "probe.c"
-    source.write_text("int main(void) { return 0; }\n")
-    for command in ([*CC, *flags, str(source), "-o", str(folder / "probe")], [folder / "probe"]):
-        if subprocess.run(command, capture_output=True).returncode != 0:
-            return []
-    return flags
+from c_programs import ASAN, CSRC, READER, ROOT, STORE, TEST_C, TSAN, Program, compile_c, sanitizer
 
 
 @pytest.fixture(scope="module")

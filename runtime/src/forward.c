@@ -30,8 +30,9 @@ static colibri_status read_embedding_row(clb_engine *e, uint32_t token) {
         pread(clb_container_fd(e->container), e->scratch.row + done, n_bytes - done, (off_t)(offset + done));
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) {
-      return clb_fail(e->error, COLIBRI_ERROR_IO, "reading row %u of token_embd at offset %llu: %s", token,
-                      (unsigned long long)offset, n == 0 ? "the file ends before it" : strerror(errno));
+      char text[256];
+      clb_file_describe(n == 0 ? ENODATA : errno, offset, n_bytes, text, sizeof text);
+      return clb_fail(e->error, COLIBRI_ERROR_IO, "row %u of token_embd: %s", token, text);
     }
     done += (size_t)n;
   }
