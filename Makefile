@@ -3,6 +3,8 @@
 # make oracle  recompute the oracles with torch and transformers
 # make lint    ruff, mypy, clang-format, C warnings as errors
 # make fuzz    libFuzzer on the C reader, then the Python readers, SECONDS=60 each (needs clang)
+# make sanitize  the C tests under AddressSanitizer and UndefinedBehaviorSanitizer, with FLIPS=4000 damaged containers
+# make valgrind  the same programs under valgrind
 # make wheel   build the wheel, install it into an empty environment and use it there
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +12,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt csrc/binding.py $(wildcard colibri_tools/_cdef*.h csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c)
 DEMO := build/demo
 
-.PHONY: demo demo-chat dev test oracle lint format wheel clean
+.PHONY: demo demo-chat dev test oracle lint format sanitize valgrind wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +67,15 @@ format: $(VENV)/.lint
 	$(BIN)/ruff check --fix-only -q .
 	$(BIN)/ruff format -q .
 	$(BIN)/clang-format -i $(C_FILES)
+
+C_TESTS = tests/test_creader.py tests/test_blocks.py tests/test_rot.py
+
+sanitize: $(VENV)/.test
+	COLIBRI_TEST_FLIPS=$(or $(FLIPS),4000) $(BIN)/python -m pytest -q --timeout 3600 $(C_TESTS) $(PYTEST_ARGS)
+
+valgrind: $(VENV)/.test
+	@command -v valgrind >/dev/null || { echo "valgrind is not installed" >&2; exit 1; }
+	COLIBRI_VALGRIND=1 COLIBRI_TEST_FLIPS=$(or $(FLIPS),100) $(BIN)/python -m pytest -q --timeout 3600 $(C_TESTS) $(PYTEST_ARGS)
 
 wheel: $(VENV)/.installed
 	sh tests/wheel.sh $(BIN)/python

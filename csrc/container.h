@@ -2,7 +2,7 @@
  *
  * The whole of page 0 and the metadata is read into memory once and validated there; after
  * clb_container_open succeeds every offset, size and count it hands out is in bounds, so callers
- * need no checks of their own. Payload bytes are not read here (csrc/aligned_io.h does that).
+ * need no checks of their own. Payload bytes are not read here (the expert store does that).
  *
  * Everything here is single-threaded during open and immutable (hence thread-safe) afterwards.
  */
@@ -12,6 +12,14 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)  // part of the shared library
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
 
 enum { CLB_PAGE0_BYTES = 4096, CLB_MAX_ALIGNMENT = 2 << 20, CLB_MAX_PARTS = 8 };
 
@@ -162,5 +170,13 @@ bool clb_spec_f64_array(const clb_container *c, const char *key, const double **
 
 /* Verbatim source file carried in the container, or NULL. */
 const uint8_t *clb_container_blob(const clb_container *c, const char *name, uint64_t *n_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
 
 #endif

@@ -31,6 +31,14 @@
 
 #include "container.h"
 
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)  // part of the shared library
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 typedef struct clb_store clb_store;
 
 // What a cache for this container costs; bytes are whole pages.
@@ -106,5 +114,13 @@ typedef struct {
 } clb_store_metrics;
 
 void clb_store_get_metrics(const clb_store *store, clb_store_metrics *out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
 
 #endif
