@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 CSRC, RUNTIME, TEST_C = ROOT / "csrc", ROOT / "runtime" / "src", ROOT / "tests" / "c"
 CC = os.environ.get("CC", "cc").split()
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Werror"]
-DEBUG = ["-g", "-O1", *WARNINGS]
+# Older valgrinds cannot read version 5 of clang.
+DEBUG = ["-gdwarf-4", "-O1", *WARNINGS]
 ASAN = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TSAN = ["-fsanitize=thread"]
 BLOCKS = sorted(CSRC.glob("blocks*.c"))

@@ -704,7 +704,7 @@ def run_program(command: list[str | Path]) -> list[str]:
 def test_no_read_outside_buffers(tmp_path: Path, compiler: str) -> None:
     need(compiler)
     program = tmp_path / "test_blocks"
-    flags = ["-O2", "-g"] if under_valgrind() else SANITIZERS
+    flags = ["-O2", "-gdwarf-4"] if under_valgrind() else SANITIZERS
     compile_c(compiler, [*WARNINGS, *flags], [ROOT / "tests/c/test_blocks.c", *SOURCES], program)
     run_program([*command(program)])
 

@@ -90,6 +90,8 @@ def quantized(containers: Containers, tmp_path: Path) -> Path:
     kinds: list[GGMLQuantizationType] = []
 
     def choose(name: str) -> GGMLQuantizationType:
+        if any(word in name for word in ("norm", "gate_inp", "bias")):
+            return GGMLQuantizationType.F32  # as in real files
         kinds.append(tm.QUANT_TYPES[len(kinds) % len(tm.QUANT_TYPES)])
         return kinds[-1]
 
@@ -97,7 +99,9 @@ def quantized(containers: Containers, tmp_path: Path) -> Path:
     path = containers.gguf("qwen2_moe", spec, types=choose)
     with open_container(path) as container:
         used = {part.dtype.id for layout in container.layouts for part in layout.parts}
-    assert len(used) >= 8
+        assert len(used) >= 8
+        used |= {tensor.dtype.id for tensor in container.tensors.values()}
+    assert used >= {int(kind) for kind in tm.QUANT_TYPES}
     return Path(path.rename(tmp_path / "model.colibri"))
 
 
