@@ -494,7 +494,7 @@ def test_row_ranges_and_strides(kernels: Kernels, t: T, n_tokens: int) -> None:
 
 
 def test_empty_products(kernels: Kernels) -> None:
-    y = np.full(4, 3.0, np.float32)
+    y = np.full(8, 3.0, np.float32)  # two tokens of four rows
     x = np.zeros(64, np.float32)
 
     def run(n_cols: int, row0: int, row1: int, n_tokens: int) -> list[float]:
@@ -502,10 +502,10 @@ def test_empty_products(kernels: Kernels) -> None:
         assert kernels.lib.clb_matmul_rows(kernels.handle, T.F32, ptr(x), *args) == 0
         return y.tolist()
 
-    assert run(32, 2, 2, 1) == [3, 3, 3, 3]
-    assert run(32, 0, 1, 0) == [3, 3, 3, 3]
-    assert run(0, 1, 2, 1) == [3, 0, 3, 3]
-    assert run(0, 2, 3, 2)[:3] == [3, 0, 0]
+    assert run(32, 2, 2, 1) == [3] * 8
+    assert run(32, 0, 1, 0) == [3] * 8
+    assert run(0, 1, 2, 1) == [3, 0, 3, 3, 3, 3, 3, 3]
+    assert run(0, 2, 3, 2) == [3, 0, 0, 3, 3, 3, 0, 3]
 
 
 # --- elementwise ----------------------------------------------------------------------------------
