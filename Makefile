@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt csrc/binding.py $(wildcard colibri_tools/_cdef*.h csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c)
 DEMO := build/demo
 
-.PHONY: demo demo-chat dev test oracle lint format sanitize valgrind wheel clean
+.PHONY: demo demo-chat dev test oracle lint format sanitize valgrind fuzz wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from c_programs import ASAN, CSRC, READER, ROOT, TEST_C, WARNINGS, compile_c, sanitizer
 from fuzz import python_readers as fuzz
 from fuzz.make_seeds import seeds
-from test_creader import ASAN, CSRC, READER, ROOT, TEST_C, WARNINGS, compile_c, sanitizer
 
 FUZZ = ROOT / "tests" / "fuzz"
 CRASHERS = sorted((FUZZ / "crashers").iterdir())

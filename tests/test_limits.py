@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sources_util as su
+from c_programs import ASAN, CSRC, READER, ROOT, TEST_C, Program, compile_c, sanitizer
 from container_util import small_spec
-from test_creader import ASAN, CSRC, READER, ROOT, TEST_C, Program, compile_c, sanitizer
 
 from colibri_tools import native
 from colibri_tools.container import SPEC_KEYS, SectionKind
