@@ -637,6 +637,23 @@ def test_two_jobs_for_one_output(tmp_path: Path, plan: ContainerPlan) -> None:
         assert out.partial_path.exists()
 
 
+def test_output_of_a_job_that_finished_before_the_lock_is_kept(
+    plan: ContainerPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "m.colibri"
+    inner = writer.check_plan
+
+    def finish_another_job(checked: ContainerPlan) -> None:
+        inner(checked)
+        out.write_text("finished")
+
+    monkeypatch.setattr(writer, "check_plan", finish_another_job)
+    with pytest.raises(UsageError, match="exists"), ContainerWriter(plan, out):
+        raise AssertionError("begun")
+    assert out.read_text() == "finished"
+    assert leftovers(tmp_path) == ["m.colibri"]
+
+
 @pytest.mark.parametrize("noreplace", [True, False])
 def test_output_that_appears_meanwhile_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noreplace: bool

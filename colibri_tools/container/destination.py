@@ -26,11 +26,12 @@ def check_output(
     *,
     force: bool = False,
     forbid_identities: Collection[tuple[int, int]] = (),
+    sweep: bool = True,
 ) -> None:
     """Check that a container may be written to `out_path`.
 
     `forbid_identities` are the (device, inode) of the inputs. Raises UsageError. Touches nothing
-    but the leftovers of a job that was ended between its last two steps.
+    but, with `sweep`, the leftovers of a job that was ended between its last two steps.
     """
     out = Path(out_path)
     place = f"output {quote(os.fspath(out_path))}"
@@ -49,7 +50,8 @@ def check_output(
             kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
             raise UsageError(f"{place}: expected a file name, found {kind}")
     if os.path.lexists(out) and not force:
-        _sweep(out)
+        if sweep:
+            _sweep(out)
         raise UsageError(f"{place} exists; use --force to replace it")
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,13 @@ class WorkFiles:
         plan: ContainerPlan,
         sources: Sequence[SourceState] = (),
         *,
+        check: Callable[[], None],
         restart: bool = False,
     ) -> None:
         """Open or create both.
 
+        `check` is called under the lock, before anything else is created: another job may have
+        finished since the output was looked at.
         Raises JobError if another job has them or they are somebody else's, UsageError if they
         were begun with another plan or other sources, OSError. Then nothing new is left behind.
         """
@@ -65,6 +68,7 @@ class WorkFiles:
         self._plan = plan
         self.journal = Journal(journal_path(out_path))
         try:
+            check()
             self._open_partial(_facts(plan, sources), restart)
         except BaseException:
             if self.journal.n_bytes == 0:

@@ -129,11 +129,17 @@ class ContainerWriter:
         Raises UsageError (the output name, a partial file of another plan), RuleError (the plan),
         JobError (space, another job, a failing file system).
         """
-        check_output(self.out_path, force=self._force, forbid_identities=self._forbid_identities)
+        self._check_output()
         check_plan(self.plan)
         check_space(self.out_path, self.plan.file_size)
         try:
-            self._files = WorkFiles(self.out_path, self.plan, self._sources, restart=self._restart)
+            self._files = WorkFiles(
+                self.out_path,
+                self.plan,
+                self._sources,
+                check=lambda: self._check_output(sweep=False),
+                restart=self._restart,
+            )
         except OSError as error:
             raise self._failed("creating the file", error) from error
         try:
@@ -342,7 +348,7 @@ class ContainerWriter:
             with reader.open(self.partial_path) as written:
                 container_id = written.id
             if self._force:  # what has the name now is not what was checked at the start
-                check_output(self.out_path, force=True, forbid_identities=self._forbid_identities)
+                self._check_output(sweep=False)
             publish(self.partial_path, self.out_path, replace=self._force)
         try:
             fsync_directory(self.out_path.parent)
@@ -353,6 +359,14 @@ class ContainerWriter:
             ) from error
         self._end(None)
         return container_id
+
+    def _check_output(self, *, sweep: bool = True) -> None:
+        check_output(
+            self.out_path,
+            force=self._force,
+            forbid_identities=self._forbid_identities,
+            sweep=sweep,
+        )
 
     def _check_complete(self) -> None:
         missing = [
