@@ -185,6 +185,8 @@ def verify_command(output: Output, path: Path, **options: Any) -> None:
         result = verify(path, progress=progress, **options)
     report(output, result)
     if not result.ok:
+        if output.quiet:  # the report is silent then, what is wrong is not
+            output.failures(error.message for error in result.errors)
         raise SystemExit(EXIT_FAILED)
 
 

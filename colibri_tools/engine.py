@@ -381,9 +381,11 @@ def _check_mode(name: str) -> int:
 
 
 def _bounded(name: str, value: int, least: int) -> int:
-    if least <= value < 1 << 31 or (name == "expert-cache" and least <= value < 1 << 63):
+    most = (1 << (63 if name == "expert-cache" else 31)) - 1
+    if least <= value <= most:
         return value
-    raise UsageError(f"{name}: expected {least} or more, found {value}")
+    expected = f"{least} or more" if value < least else f"at most {most}"
+    raise UsageError(f"{name}: expected {expected}, found {value}")
 
 
 def _error_buffer() -> Any:

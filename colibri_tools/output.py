@@ -125,6 +125,12 @@ class Output:
             )
         self.err.print(f"[bold red]error:[/bold red] {escape(message)}", soft_wrap=True)
 
+    def failures(self, messages: Iterable[str]) -> None:
+        """Say on standard error what a report would have said; JSON has it as data."""
+        if not self.json_mode:
+            for message in messages:
+                self.err.print(f"[bold red]error:[/bold red] {escape(message)}", soft_wrap=True)
+
     @contextmanager
     def progress(self, what: str) -> Iterator[ProgressCallback]:
         """Yield a callback that moves a progress bar of bytes; a no-op off a terminal."""

@@ -112,6 +112,8 @@ def repack(
     started = time.monotonic()
     if threads < 0:
         raise UsageError(f"threads: expected 0 or more, found {threads}")
+    if dry_run and restart:
+        raise UsageError("--dry-run writes nothing, so it excludes --restart, which discards files")
     with open_source(os.fspath(src)) as source:
         check_output(out, force=force, forbid_identities=source.identities())
         meter = _Meter(progress)

@@ -185,6 +185,24 @@ def test_a_damaged_container_fails_with_its_place(container: Path, tmp_path: Pat
     assert (report["errors"][0]["layer"], report["errors"][0]["expert"]) == (2, 11)
 
 
+def test_quiet_verify_still_says_what_is_wrong(container: Path, tmp_path: Path) -> None:
+    data = bytearray(container.read_bytes())
+    data[-5000] ^= 1
+    damaged = tmp_path / "damaged.colibri"
+    damaged.write_bytes(data)
+    done = colibri("verify", damaged, "-q")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "layer 2 expert 11" in done.stderr
+    done = colibri("verify", container, "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_dry_run_excludes_restart(source: Path, tmp_path: Path) -> None:
+    done = colibri("repack", source, "-o", tmp_path / "m.colibri", "--dry-run", "--restart")
+    assert done.returncode == 2 and "--restart" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_closed_pipe_is_no_traceback(container: Path) -> None:
     call = f"{sys.executable} -c 'from colibri_tools.cli import main; main()' inspect"
     done = subprocess.run(

@@ -214,6 +214,7 @@ def test_equal_logits_fail_the_sanity_check(tmp_path: Path) -> None:
         ({"expert_cache": 0}, UsageError, "expert-cache: expected 1 or more, found 0"),
         ({"ctx": 4097}, UsageError, "context of 4097: this model allows up to 4096"),
         ({"ctx": 0}, UsageError, "ctx: expected 1 or more, found 0"),
+        ({"batch_size": 1 << 31}, UsageError, "batch-size: expected at most 2147483647, found"),
         ({"batch_size": 5000}, UsageError, "batch size of 5000: expected up to 4096"),
         ({"check": "sometimes"}, UsageError, "check: expected always, first, never, found"),
         ({"threads": -1}, UsageError, "threads: expected 0 or more, found -1"),
