@@ -13,7 +13,7 @@ __all__ = ["families_page"]
 _INTRO = """\
 # Families
 
-Generated from the family table (`colibri_tools/families/table.py`) by `python -m
+Generated from the family table (`colibri_tools/families/rows/`) by `python -m
 colibri_tools.families.page`; a test keeps this page and the table equal. A family is a
 description, not a program: names of tensors, how experts are written, names and defaults of
 hyper-parameters, and the switches of the graph. The engine knows only the switches

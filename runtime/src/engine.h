@@ -108,6 +108,11 @@ colibri_status clb_forward(clb_engine *e, const uint32_t *tokens, size_t n_token
 // attention.c: scratch.attended from scratch.q and the KV, of tokens at position, position + 1, ...
 void clb_attention(clb_engine *e, size_t layer, size_t n_tokens, size_t position);
 
+// router.c: scratch.chosen and scratch.weights of every token, from scratch.normed. False, and the token in *bad, when
+// scores are not finite. The trace is of what was chosen last.
+bool clb_route(clb_engine *e, size_t layer, size_t n_tokens, size_t *bad);
+void clb_record_trace(const clb_engine *e, size_t layer, size_t n_tokens, size_t position);
+
 // moe.c: adds the feed-forward network of scratch.normed to scratch.x.
 colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens, size_t position);
 void clb_dense(clb_engine *e, size_t layer, size_t n_tokens);
