@@ -15,7 +15,7 @@ from colibri_tools.container.reader import ResidentTensor
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import JobError, SourceError, quote
 from colibri_tools.families.detect import Detected, detect_family
-from colibri_tools.families.schema import Form
+from colibri_tools.families.schema import BIASES, Form
 from colibri_tools.sources import Source, SourceFile, SourceTensor, parse_gguf_metadata
 from colibri_tools.sources.catalog import SourceParts
 from colibri_tools.sources.gguf import METADATA_BLOB
@@ -65,9 +65,8 @@ def _catalog(
             start = int(container.cell(number, expert)["offset"])
             for part in container.layout_of(number, expert).parts:
                 name = part_name(row.layer, expert, part.role)
-                yield _tensor(
-                    name, part.dtype, (part.rows, part.cols), start + part.offset, part.n_bytes
-                )
+                shape = (part.cols,) if part.role in BIASES else (part.rows, part.cols)
+                yield _tensor(name, part.dtype, shape, start + part.offset, part.n_bytes)
     for tensor in container.tensors.values():
         if tensor.alias_of is None:
             yield _tensor(

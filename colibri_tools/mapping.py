@@ -9,6 +9,7 @@ from __future__ import annotations
 from colibri_tools.families.census import map_known
 from colibri_tools.families.detect import detect_family
 from colibri_tools.families.generic import map_unknown
+from colibri_tools.families.precision import interpret
 from colibri_tools.families.refuse import refuse_schemes
 from colibri_tools.families.result import (
     Assignment,
@@ -39,8 +40,11 @@ def map_source(source: Source) -> SourceMapping:
     that cannot be carried, experts under unknown names, hyper-parameters missing or absurd.
     """
     detected = detect_family(source)
-    refuse_schemes(source, detected)
-    mapping = map_known(source, detected) if detected.family else map_unknown(source, detected)
+    seen = interpret(source, detected)
+    refuse_schemes(seen.source, seen.scheme)
+    take = map_known if detected.family else map_unknown
+    mapping = take(seen.source, detected)
+    seen.finish(mapping)
     mapping.warnings[:0] = source.warnings
     mapping.notes[:0] = source.notes
     return mapping

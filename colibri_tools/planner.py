@@ -70,7 +70,7 @@ class BlockTask:
     def position(self) -> tuple[int, int]:
         """Where its first bytes are in the source."""
         first = self.reads[0]
-        return first.tensor.file, first.tensor.offset + first.start
+        return first.tensor.place(first.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class TensorTask:
     @property
     def position(self) -> tuple[int, int]:
         """Where it is in the source."""
-        return self.tensor.file, self.tensor.offset
+        return self.tensor.place(0)
 
 
 Task = BlockTask | TensorTask
@@ -210,6 +210,9 @@ def _provenance(source: Source, mapping: SourceMapping, options: RepackOptions) 
     if rules:
         found["dropped.rules"] = rules
         found["dropped.counts"] = [len(mapping.dropped[rule]) for rule in rules]
+    if mapping.conversions:
+        found["recipe.conversions"] = list(mapping.conversions)
+        found["recipe.conversion_counts"] = list(mapping.conversions.values())
     if options.file_sha256 is not None:
         found["source.sha256"] = list(options.file_sha256)
     return found

@@ -25,7 +25,7 @@ from colibri_tools.planner import (
     TensorTask,
     plan_repack,
 )
-from colibri_tools.sources import Source, open_source
+from colibri_tools.sources import Source, SourceTensor, open_source
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -282,7 +282,7 @@ class _Copier:
             self._copy_block(task, block)
         self._meter.add(task.n_bytes)
         for read in task.reads:
-            self._done_reading(read.tensor.name)
+            self._done_reading(read.tensor)
 
     def _do_tensor(self, task: TensorTask) -> None:
         if self._writer.keep_tensor(task.name):
@@ -307,12 +307,12 @@ class _Copier:
                 raise _not_finite(read.tensor, index, bad[1], place, divmod(bad[0], read.cols))
         self._writer.write_block(task.row, task.expert, block)
 
-    def _done_reading(self, name: str) -> None:
+    def _done_reading(self, tensor: SourceTensor) -> None:
         with self._lock:
-            self._reads_left[name] -= 1
-            finished = self._reads_left[name] == 0
+            self._reads_left[tensor.name] -= 1
+            finished = self._reads_left[tensor.name] == 0
         if finished:
-            self._source.drop(self._source.tensor(name))
+            self._source.drop(tensor)
 
     def _chunks(self, task: TensorTask) -> Iterator[memoryview]:
         """Yield a tensor piece by piece, each checked before it is written."""
@@ -349,13 +349,9 @@ def _find_nonfinite(dtype: DType, buffer: memoryview, n_weights: int) -> tuple[i
 
 
 def _not_finite(
-    tensor: Any, index: int, value: float, place: str, inner: tuple[int, int] | None
+    tensor: SourceTensor, index: int, value: float, place: str, inner: tuple[int, int] | None
 ) -> SourceError:
-    position = []
-    for dim in reversed(tensor.shape):
-        index, rest = divmod(index, dim)
-        position.append(rest)
-    where = ", ".join(str(number) for number in reversed(position))
+    where = ", ".join(str(number) for number in tensor.locate(index))
     within = "" if inner is None else f" [{inner[0]}, {inner[1]}]"
     return SourceError(
         f"tensor {quote(tensor.name)}: {value} at [{where}] ({place}{within}); the checkpoint is "

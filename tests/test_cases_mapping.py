@@ -209,7 +209,7 @@ def test_case_1_4_quantized_weights_are_refused_by_scheme(
 
 
 def test_case_1_4_quantization_config_alone_is_refused(tmp_path: Path) -> None:
-    for config in ({"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 4}, {"bits": 4}):
+    for config in ({"quant_method": "awq"}, {"quant_method": "gptq", "bits": 4}, {"bits": 4}):
         source = tm.write_hf(
             tmp_path / config.get("quant_method", "none"),
             "mixtral",

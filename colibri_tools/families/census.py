@@ -24,7 +24,6 @@ from colibri_tools.families.schema import ExpertRule, Form, Prefix, TensorRule
 from colibri_tools.families.spec import Facts, build_spec
 from colibri_tools.families.state import (
     EXPERT_HINT,
-    PARTS,
     Census,
     drop_rule_of,
     not_a_moe,
@@ -124,18 +123,19 @@ def _place_expert(
         "expert", rule.pattern, parts, layer, expert
     )
     slots = census.experts[layer]
-    n_dims = 3 if rule.stacked else 2
-    if len(tensor.shape) != n_dims or tensor.shape[-2] % len(rule.parts):
+    n_dims = 2 + rule.stacked - rule.is_bias
+    outputs = -1 if rule.transposed or rule.is_bias else -2
+    if len(tensor.shape) != n_dims or tensor.shape[outputs] % len(rule.parts):
         census.problem(
             f"tensor {quote(tensor.name)}: expected {n_dims} dimensions"
             f"{' and an even number of outputs' if len(rule.parts) > 1 else ''}, "
             f"found {list(tensor.shape)}"
         )
         return
-    for found_expert, part, piece in slices_of(tensor, rule.parts, expert):
+    for found_expert, part, piece in slices_of(tensor, rule, expert):
         other = slots.get((found_expert, part))
         if other is not None:
-            if other.tensor is not tensor:
+            if other.tensor.name != tensor.name:
                 census.problem(
                     f"layer {layer} expert {found_expert} {part.label} is there twice: "
                     f"{quote(other.tensor.name)} and {quote(tensor.name)}"
@@ -201,4 +201,4 @@ def _mapped_residents(census: Census) -> Iterator[MappedResident]:
 def _experts_of(census: Census, layer: int) -> Iterator[ExpertSlots]:
     slots = census.experts[layer]
     for expert in range(census.n_experts[layer]):
-        yield {part: slots[expert, part] for part in PARTS}
+        yield {part: slots[expert, part] for part in census.parts}

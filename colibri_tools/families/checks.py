@@ -8,7 +8,7 @@ from colibri_tools.container.format import PartRole, Role
 from colibri_tools.errors import SourceError, quote, quote_some
 from colibri_tools.families.result import Assignment, resident_name
 from colibri_tools.families.schema import TensorRule
-from colibri_tools.families.state import MAX_EXPERTS, PARTS, Census
+from colibri_tools.families.state import MAX_EXPERTS, Census
 from colibri_tools.families.tying import decide_output
 
 __all__ = ["check_sizes", "decide_and_check", "shape_of"]
@@ -16,7 +16,7 @@ __all__ = ["check_sizes", "decide_and_check", "shape_of"]
 MAX_LAYERS = 4096
 
 _FEATURE_SWITCHES = ("qkv_bias", "o_bias", "shared")
-_FLOAT_TYPES = ("f32", "f16", "bf16")
+_CARRIED_TYPES = ("f32", "f16", "bf16", "mxfp4")
 
 
 def decide_and_check(census: Census) -> None:
@@ -189,12 +189,13 @@ def _check_filled(census: Census) -> None:
 
 def _check_experts_filled(census: Census) -> None:
     unfilled: list[str] = []
+    parts = census.parts
     for layer in census.moe_layers:
         slots, n_experts = census.experts[layer], census.n_experts[layer]
         unfilled += [
             f"layer {layer} expert {expert} {part.label}"
             for expert in range(n_experts)
-            for part in PARTS
+            for part in parts
             if (expert, part) not in slots
         ]
         surplus = sorted({expert for expert, _ in slots if expert >= n_experts})
@@ -266,6 +267,15 @@ _DIM_TEXT = {
     "1": "1",
 }
 
+_PART_SHAPES = {
+    PartRole.GATE: ("width", "hidden"),
+    PartRole.UP: ("width", "hidden"),
+    PartRole.DOWN: ("hidden", "width"),
+    PartRole.GATE_BIAS: ("1", "width"),
+    PartRole.UP_BIAS: ("1", "width"),
+    PartRole.DOWN_BIAS: ("1", "hidden"),
+}
+
 
 def _check_shapes(census: Census) -> None:
     wrong: list[str] = []
@@ -273,19 +283,17 @@ def _check_shapes(census: Census) -> None:
         expected = shape_of(census, rule, layer)
         if _without_ones(tensor.shape) != _without_ones(expected):
             wrong.append(_shape_text(tensor.name, tensor.shape, rule.shape, expected))
-    shape = {PartRole.GATE: ("width", "hidden"), PartRole.DOWN: ("hidden", "width")}
-    shape[PartRole.UP] = shape[PartRole.GATE]
-    seen: set[int] = set()
+    seen: set[str] = set()
     for layer in census.moe_layers:
         for (_, part), piece in census.experts[layer].items():
-            names = shape[part]
+            names = _PART_SHAPES[part]
             expected = (census.dims[names[0]], census.dims[names[1]])
-            if (piece.rows, piece.cols) != expected and id(piece.tensor) not in seen:
-                seen.add(id(piece.tensor))
+            if (piece.rows, piece.cols) != expected and piece.tensor.name not in seen:
+                seen.add(piece.tensor.name)
                 found = (piece.rows, piece.cols)
                 wrong.append(
                     f"{_shape_text(piece.tensor.name, found, names, expected)} for the "
-                    f"{part.label} matrix of one expert"
+                    f"{part.label} part of one expert"
                 )
     if not wrong:
         return
@@ -328,7 +336,7 @@ def _check_types(census: Census) -> None:
         except SourceError as error:
             census.mapping.problems.insert(0, error.message)  # the cause of others
             continue
-        if census.source.kind == "safetensors" and tensor.dtype.name not in _FLOAT_TYPES:
+        if census.source.kind == "safetensors" and tensor.dtype.name not in _CARRIED_TYPES:
             wrong[tensor.dtype.safetensors or tensor.dtype.name].append(name)
     for dtype, names in wrong.items():
         census.problem(

@@ -26,6 +26,7 @@ from colibri_tools.families.result import (
     params_of,
     sorted_residents,
 )
+from colibri_tools.families.schema import ExpertRule
 from colibri_tools.families.state import (
     EXPERT_HINT,
     PARTS,
@@ -166,7 +167,7 @@ def _place_expert(
         )
         return
     slots = found.experts[layer]
-    for number_of, part, piece in slices_of(tensor, parts, expert):
+    for number_of, part, piece in slices_of(tensor, ExpertRule("", parts), expert):
         other = slots.setdefault((number_of, part), piece)
         if other is not piece:
             mapping.problems.append(

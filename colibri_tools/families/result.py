@@ -91,7 +91,9 @@ class SourceMapping:
 
     `family` is the family's name, `known` tells whether it is in the table, `why` the evidence.
     `spec` has the keys of docs/format.md section 7 without order. `dropped` maps drop rules to
-    names of source tensors.
+    names of source tensors. `tensors` is the source's catalog as the census saw it: quantized
+    weights with their scales are one tensor there. `conversions` counts the tensors whose stored
+    numbers are others in a container, by what becomes what.
     """
 
     family: str
@@ -103,6 +105,8 @@ class SourceMapping:
     rows: list[MappedRow] = field(default_factory=list)
     assignments: dict[str, Assignment] = field(default_factory=dict)
     dropped: dict[str, list[str]] = field(default_factory=dict)
+    tensors: Mapping[str, SourceTensor] = field(default_factory=dict)
+    conversions: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

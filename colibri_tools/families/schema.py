@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from colibri_tools.container.format import Group, PartRole, Role
 
 __all__ = [
+    "BIASES",
     "REQUIRED",
     "DropRule",
     "ExpertRule",
@@ -24,6 +25,9 @@ __all__ = [
 
 REQUIRED: Final = object()
 """The default of a hyper-parameter that has none: a source without it is refused."""
+
+BIASES: Final = (PartRole.GATE_BIAS, PartRole.UP_BIAS, PartRole.DOWN_BIAS)
+"""The parts of an expert that are vectors: all of a model's experts have one, or none."""
 
 Where = Literal["model", "layer", "moe", "dense"]
 """How often a tensor occurs: once, in every layer, in every MoE layer, in every dense layer."""
@@ -65,16 +69,39 @@ class ExpertRule:
     """One written form of expert weights, as [outputs, inputs], inputs contiguous.
 
     With `{expert}` in the pattern the tensor belongs to one expert, without it is a stack
-    [experts, outputs, inputs]. Several `parts` lie below each other on the output axis.
+    [experts, outputs, inputs]. Several `parts` lie below each other on the output axis. A bias has
+    no inputs: [outputs], or [experts, outputs].
+
+    `transposed`: a stack is stored as [experts, inputs, outputs]; `interleaved`: of `n` parts,
+    output o is row o // n of part o % n. Both are put right without changing a number. The two
+    tensors of an MXFP4 stack are one tensor here, of GGML's type mxfp4, [experts, outputs, inputs],
+    under the name that ends in `_blocks`. gpt-oss, with at = "layers.{layer}.mlp.experts.":
+
+        ExpertRule(at + "gate_up_proj", GATE_UP, transposed=True, interleaved=True)
+        ExpertRule(at + "gate_up_proj_blocks", GATE_UP, interleaved=True)
+        ExpertRule(at + "gate_up_proj_bias", GATE_UP_BIAS, interleaved=True)
+        ExpertRule(at + "down_proj", DOWN, transposed=True)
+        ExpertRule(at + "down_proj_blocks", DOWN)
+        ExpertRule(at + "down_proj_bias", DOWN_BIAS)
+
+    A form should also have a rule with `{expert}` for every part: respec names a container's
+    experts by them.
     """
 
     pattern: str
     parts: tuple[PartRole, ...]
+    transposed: bool = False
+    interleaved: bool = False
 
     @property
     def stacked(self) -> bool:
         """True if one tensor holds all experts of its layer."""
         return "{expert}" not in self.pattern
+
+    @property
+    def is_bias(self) -> bool:
+        """True for vectors."""
+        return self.parts[0] in BIASES
 
 
 @dataclass(frozen=True, slots=True)

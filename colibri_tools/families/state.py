@@ -12,8 +12,17 @@ from colibri_tools.errors import SourceError
 from colibri_tools.families.detect import Detected
 from colibri_tools.families.hyper import Hyper
 from colibri_tools.families.result import Slice, SourceMapping
-from colibri_tools.families.schema import DropRule, Family, Form, Prefix, TensorRule
+from colibri_tools.families.schema import (
+    BIASES,
+    DropRule,
+    ExpertRule,
+    Family,
+    Form,
+    Prefix,
+    TensorRule,
+)
 from colibri_tools.sources import Source, SourceTensor
+from colibri_tools.sources.views import rearranged
 
 __all__ = [
     "EXPERT_HINT",
@@ -50,6 +59,12 @@ class Census:
     dims: dict[str, int] = field(default_factory=dict)
 
     @property
+    def parts(self) -> tuple[PartRole, ...]:
+        """The parts that every expert must have: one with a bias anywhere has it everywhere."""
+        found = {part for slots in self.experts.values() for _, part in slots}
+        return (*PARTS, *(part for part in BIASES if part in found))
+
+    @property
     def n_layers(self) -> int:
         return int(self.hyper["n_layers"])
 
@@ -71,16 +86,30 @@ def drop_rule_of(drops: Iterable[DropRule], name: str) -> str | None:
 
 
 def slices_of(
-    tensor: SourceTensor, parts: tuple[PartRole, ...], expert: int
+    tensor: SourceTensor, rule: ExpertRule, expert: int
 ) -> Iterator[tuple[int, PartRole, Slice]]:
-    """Yield (expert, part, slice) of a tensor [rows, cols], or of a stack if `expert` is -1."""
-    n_experts = tensor.shape[0] if expert < 0 else 1
-    rows, cols = tensor.shape[-2] // len(parts), tensor.shape[-1]
+    """Yield (expert, part, slice) of a tensor of one expert, or of a stack if `expert` is -1.
+
+    Raises SourceError for a stack that cannot be rearranged as the rule says.
+    """
+    shape = tensor.shape if expert < 0 else (1, *tensor.shape)
+    n_experts, rows, cols = (*shape, 1) if rule.is_bias else shape
     if not tensor.dtype.is_known or n_experts > MAX_EXPERTS:
         return
-    n_bytes = rows * tensor.dtype.row_bytes(cols)
+    n_parts = len(rule.parts)
+    if rule.transposed or rule.interleaved:
+        tensor = rearranged(
+            tensor,
+            (n_experts, rows, cols),
+            n_parts,
+            transposed=rule.transposed,
+            interleaved=rule.interleaved,
+        )
+        rows, cols = tensor.shape[1:]
+    rows //= n_parts
+    n_bytes = tensor.dtype.n_bytes(rows) if rule.is_bias else rows * tensor.dtype.row_bytes(cols)
     for i in range(n_experts):
-        for j, part in enumerate(parts):
-            start = (i * len(parts) + j) * n_bytes
-            piece = Slice(tensor, start, n_bytes, rows, cols)
+        for j, part in enumerate(rule.parts):
+            start = (i * n_parts + j) * n_bytes
+            piece = Slice(tensor, start, n_bytes, *((1, rows) if rule.is_bias else (rows, cols)))
             yield (i if expert < 0 else expert), part, piece

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import SourceError, UsageError, quote
 from colibri_tools.sources.files import RangeFile
+
+if TYPE_CHECKING:
+    from colibri_tools.sources.views import TensorView
 
 __all__ = ["Source", "SourceFile", "SourceKind", "SourceParts", "SourceTensor"]
 
@@ -27,7 +31,8 @@ class SourceTensor:
 
     `shape` is row-major, numpy order (a GGUF `ne` reversed). `offset` is absolute in
     `source.files[file]`. A tensor whose `dtype.kind` is "unknown" can be listed and its bytes
-    read, but its `n_bytes` is only the distance to the next tensor.
+    read, but its `n_bytes` is only the distance to the next tensor. With a `view` the bytes are
+    computed as they are read, and file and offset are those of the view's first base.
     """
 
     name: str
@@ -36,11 +41,37 @@ class SourceTensor:
     file: int
     offset: int
     n_bytes: int
+    view: TensorView | None = None
 
     @property
     def n_weights(self) -> int:
         """The product of the dimensions (1 for a scalar)."""
         return math.prod(self.shape)
+
+    @property
+    def bases(self) -> tuple[SourceTensor, ...]:
+        """The stored tensors that are read for it: itself, or those of its view."""
+        return (self,) if self.view is None else self.view.bases
+
+    def place(self, start: int) -> tuple[int, int]:
+        """Return file and offset near which byte `start` comes from, to order reads by."""
+        base = self.bases[0]
+        return base.file, base.offset + start * base.n_bytes // max(1, self.n_bytes)
+
+    def locate(self, index: int) -> tuple[int, ...]:
+        """Return the indices of weight `index` (row-major) in the tensor as it is stored."""
+        if self.view is not None:
+            return self.view.locate(index)
+        position = []
+        for dim in reversed(self.shape):
+            index, rest = divmod(index, dim)
+            position.append(rest)
+        return tuple(reversed(position))
+
+    def seen_as(self, view: TensorView, dtype: DType, shape: tuple[int, ...]) -> SourceTensor:
+        """Return the tensor of the same name whose bytes are those of `view`."""
+        n_bytes = math.prod(shape[:-1]) * dtype.row_bytes(shape[-1])
+        return replace(self, view=view, dtype=dtype, shape=shape, n_bytes=n_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +154,12 @@ class Source:
         for handle in self._handles:
             handle.close()
 
+    def with_tensors(self, tensors: Mapping[str, SourceTensor]) -> Source:
+        """Return the same source, files shared, with another catalog."""
+        other = copy.copy(self)
+        other.tensors = tensors
+        return other
+
     def tensor(self, name: str) -> SourceTensor:
         """Return the tensor with this name. Raises SourceError if there is none."""
         found = self.tensors.get(name)
@@ -159,6 +196,9 @@ class Source:
         tensor = self.tensor(tensor) if isinstance(tensor, str) else tensor
         view = memoryview(out).cast("B")
         _check_range(tensor, start, view.nbytes)
+        if tensor.view is not None:
+            tensor.view.read_into(self, start, view)
+            return
         self._handles[tensor.file].read_into(
             tensor.offset + start, view, f"tensor {quote(tensor.name)}"
         )
@@ -206,11 +246,13 @@ class Source:
 
     def will_need(self, tensor: SourceTensor) -> None:
         """Start reading a tensor into the page cache. A hint: never fails."""
-        self._handles[tensor.file].will_need(tensor.offset, tensor.n_bytes)
+        for base in tensor.bases:
+            self._handles[base.file].will_need(base.offset, base.n_bytes)
 
     def drop(self, tensor: SourceTensor) -> None:
         """Release a tensor's pages from the page cache. A hint: never fails."""
-        self._handles[tensor.file].drop(tensor.offset, tensor.n_bytes)
+        for base in tensor.bases:
+            self._handles[base.file].drop(base.offset, base.n_bytes)
 
     def describe(self) -> dict[str, Any]:
         """Return a JSON-ready summary: kind, files, counts and bytes by dtype, notes, warnings."""

@@ -40,25 +40,25 @@ def verify_source(
             report.add(structure_error(error))
             return report
         report.warnings += source.warnings
-        unused = _take_census(source, report)
+        tensors = _take_census(source, report)
         if not quick:
-            tensors = [tensor for name, tensor in source.tensors.items() if name not in unused]
             _scan(tensors, source, report, threads, progress)
     return report
 
 
-def _take_census(source: Source, report: VerifyReport) -> set[str]:
-    """Return the tensors that no computation uses; their numbers do not matter."""
+def _take_census(source: Source, report: VerifyReport) -> list[SourceTensor]:
+    """Return the tensors that a computation uses, as weights; other numbers do not matter."""
     try:
         mapping = map_source(source)
     except ColibriError as error:
         report.add(VerifyError("census", error.message))
-        return set()
+        return list(source.tensors.values())
     report.warnings += [text for text in mapping.warnings if text not in report.warnings]
     for problem in mapping.problems:
         report.add(VerifyError("census", problem))
-    optional = {r.tensor.name for r in mapping.residents if r.group == Group.OPTIONAL}
-    return optional.union(*mapping.dropped.values())
+    unused = {r.tensor.name for r in mapping.residents if r.group == Group.OPTIONAL}
+    unused = unused.union(*mapping.dropped.values())
+    return [tensor for name, tensor in mapping.tensors.items() if name not in unused]
 
 
 def _scan(
