@@ -8,7 +8,7 @@ from typing import Any
 from colibri_tools.errors import ColibriError, UsageError, quote
 from colibri_tools.inspect import Inspection
 from colibri_tools.mapping import SourceMapping, map_source
-from colibri_tools.sources import Source, open_source
+from colibri_tools.sources import Source, SourceTensor, open_source
 
 __all__ = ["inspect_source"]
 
@@ -121,6 +121,8 @@ def _tensors(
 def _tensor_row(source: Source, mapping: SourceMapping | None, name: str) -> dict[str, Any]:
     tensor = source.tensors[name]
     assignment = mapping.assignments.get(name) if mapping is not None else None
+    kept = assignment is not None and assignment.action in ("resident", "expert")
+    kept = kept and mapping is not None and name in mapping.tensors
     return {
         "name": name,
         "type": tensor.dtype.name,
@@ -131,6 +133,7 @@ def _tensor_row(source: Source, mapping: SourceMapping | None, name: str) -> dic
         "action": assignment.action if assignment is not None else "unmatched",
         "rule": assignment.rule if assignment is not None else None,
         "role": (assignment.role or None) if assignment is not None else None,
+        "becomes": _as_weights(source, mapping, name).dtype.name if kept else None,
         "layer": assignment.layer if assignment is not None and assignment.layer >= 0 else None,
         "expert": assignment.expert if assignment is not None and assignment.expert >= 0 else None,
     }
@@ -139,10 +142,13 @@ def _tensor_row(source: Source, mapping: SourceMapping | None, name: str) -> dic
 def _details(source: Source, mapping: SourceMapping | None, name: str) -> dict[str, Any]:
     if name not in source.tensors:
         raise UsageError(f"there is no tensor {quote(name)} in the source; --tensors lists them")
-    from colibri_tools import native
     from colibri_tools.inspect import statistics
 
-    tensor = source.tensors[name]
-    tensor.dtype.require_known(name)
-    values = native.dequantize(tensor.dtype.id, source.read(tensor), tensor.n_weights)
+    values = source.read_f32(_as_weights(source, mapping, name))
     return {**_tensor_row(source, mapping, name), **statistics(values)}
+
+
+def _as_weights(source: Source, mapping: SourceMapping | None, name: str) -> SourceTensor:
+    """Codes with their scales, where the census saw them so."""
+    seen = mapping.tensors.get(name) if mapping is not None else None
+    return source.tensors[name] if seen is None else seen

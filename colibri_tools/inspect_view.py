@@ -161,6 +161,8 @@ def _short_tensor(row: dict[str, Any]) -> dict[str, Any]:
     }
     if "action" in row:
         kept = row["action"] in ("resident", "expert")
+        if row["becomes"] not in (None, row["type"]):
+            short["type"] += f" as {row['becomes']}"
         short["action"] = row["action"] if kept else f"{row['action']}: {row['rule'] or 'no rule'}"
     short["used as"] = ", ".join(filter(None, place))
     if row.get("alias_of"):

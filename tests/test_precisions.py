@@ -15,7 +15,8 @@ import pytest
 import tiny_models as tm
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from repack_util import PARTS, Weights, code, refused, small_hf, small_spec
+from repack_util import PARTS, Weights, check_codes, code, mapped, refused, small_hf, small_spec
+from sources_util import peak_memory
 
 import colibri_tools
 from colibri_tools.carried import carried_source
@@ -24,8 +25,10 @@ from colibri_tools.families import detect
 from colibri_tools.families.common import DOWN, GATE, GATE_UP, UP
 from colibri_tools.families.schema import ExpertRule, Family
 from colibri_tools.families.table import MIXTRAL
+from colibri_tools.inspect import inspect
 from colibri_tools.mapping import map_source
 from colibri_tools.repack import repack
+from colibri_tools.respec import respec
 from colibri_tools.sources.views import values_of_codes
 from colibri_tools.verify import verify_container, verify_source
 
@@ -222,6 +225,275 @@ def test_case_1_4_every_fp8_weight_is_its_code_times_its_scale(tmp_path: Path, f
     assert verify_source(source).ok
 
 
+def test_stacked_fp8_experts_have_a_grid_of_scales_each(tmp_path: Path) -> None:
+    """The fused form of transformers 5: gate_up_proj with gate_up_proj_scale_inv."""
+    quantizer = Quantizer((16, 24))
+    spec = small_spec("mixtral")
+    source = tm.write_hf(
+        tmp_path / "hf",
+        "mixtral",
+        spec,
+        form="fused",
+        mutate=quantizer,
+        overrides={"quantization_config": BLOCK},
+    )
+    repack(source, tmp_path / "m.colibri")
+    with colibri_tools.open(tmp_path / "m.colibri") as found:
+        for layer in range(spec.layers):
+            at = f"model.layers.{layer}.mlp.experts."
+            gate_up, down = (
+                quantizer.values[at + "gate_up_proj"],
+                quantizer.values[at + "down_proj"],
+            )
+            for role, values in zip(PARTS, (gate_up[:, :24], gate_up[:, 24:], down), strict=True):
+                for expert in range(spec.experts):
+                    got = found.dequantize_part(layer, expert, role)
+                    np.testing.assert_array_equal(got, values[expert])
+    assert verify_container(tmp_path / "m.colibri", against=source).ok
+
+
+def test_small_pieces_give_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads that begin and end within a row: pieces of verify, of resident tensors, of a view."""
+    quantizer = Quantizer((16, 24))
+    overrides = {"quantization_config": BLOCK}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=quantizer, overrides=overrides)
+    repack(source, tmp_path / "whole.colibri")
+    monkeypatch.setattr("colibri_tools.sources.views._STEP_WEIGHTS", 100)
+    monkeypatch.setattr("colibri_tools.repack.CHUNK_BYTES", 60)
+    monkeypatch.setattr("colibri_tools.verify.scan._PIECE_BYTES", 52)
+    repack(source, tmp_path / "pieces.colibri")
+    assert (tmp_path / "pieces.colibri").read_bytes() == (tmp_path / "whole.colibri").read_bytes()
+    assert verify_container(tmp_path / "pieces.colibri", against=source).ok
+
+
+# ---------------------------------------------------------------- 8-bit integers
+
+
+def int8_change(suffix: str, values: dict[str, np.ndarray], replaced: str = "") -> Any:
+    def change(weights: Weights) -> None:
+        for name in matrices(weights):
+            shape = weights[name].shape
+            codes = (tm.unit_noise(name, shape) * 997).astype(np.int64) % 256 - 128
+            scales = some_scales(name, (shape[0],))
+            weights[name] = codes.astype(np.int8)
+            if replaced:
+                weights[name.removesuffix(replaced) + suffix] = scales
+                weights[name.removesuffix("weight") + "weight_format"] = np.zeros((), np.uint8)
+                # bitsandbytes: A * stats.view(-1, 1) * 7.874015718698502e-3, in float32
+                product = codes.astype(np.float32) * scales[:, None]
+                values[name] = product * np.float32(7.874015718698502e-3)
+            else:
+                weights[name + suffix] = scales[:, None]
+                values[name] = codes.astype(np.float32) * scales[:, None]
+
+    return change
+
+
+@pytest.mark.parametrize("form", ["bitsandbytes", "compressed-tensors"])
+def test_case_1_4_int8_weights_are_what_their_library_computes(tmp_path: Path, form: str) -> None:
+    values: dict[str, np.ndarray] = {}
+    if form == "bitsandbytes":
+        config, change = BNB, int8_change(".SCB", values, ".weight")
+    else:
+        config = compressed("int-quantized", "channel", "int")
+        change = int8_change("_scale", values)
+    overrides = {"quantization_config": config}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    repack(source, tmp_path / "m.colibri")
+    check_values(tmp_path / "m.colibri", values, "f32")
+    assert verify_container(tmp_path / "m.colibri", against=source).ok
+    assert set(mapped(source).dropped) == set()
+
+
+# ---------------------------------------------------------------- what is refused, and how
+
+
+_W1 = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+
+
+def _change(**tensors: Any) -> Any:
+    """Quantize in 16 x 24 tiles, then lay tensors over it; "weight" and "scale" mean _W1's."""
+
+    def change(weights: Weights) -> None:
+        Quantizer((16, 24))(weights)
+        names = {"weight": _W1, "scale": _W1 + "_scale_inv"}
+        for name, value in tensors.items():
+            key = names.get(name, _W1 + name)
+            if value is None:
+                del weights[key]
+            else:
+                weights[key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "says"),
+    [
+        (tm.DELETE, {}, "FP8 weights (weight_scale_inv) are not supported without a"),
+        (BLOCK, {"scale": None}, "1 tensors of type F8_E4M3, expected F32, F16 or BF16"),
+        (BLOCK, {"weight": None}, "not supported in this place by fp8, the scheme that"),
+        (BLOCK, {"scale": np.ones((2, 4), np.float32)}, "expected one scale for each 16 x 24 tile"),
+        (BLOCK, {"scale": np.ones((2, 3), np.float64)}, "scales of type f64 are not supported"),
+        (BLOCK, {"weight": fp8_raw(np.zeros((24, 64), np.uint8), "F8_E4M3FNUZ")}, "F8_E4M3FNUZ"),
+        (BLOCK, {"_packed": np.ones((2, 3), np.int32)}, "compressed-tensors packed weights"),
+        ({**BLOCK, "weight_block_size": [16]}, {}, "block of two positive whole numbers"),
+        ({**BLOCK, "weight_block_size": [0, 16]}, {}, "block of two positive whole numbers"),
+        ({**BLOCK, "expert_dtype": "fp4"}, {}, "experts of type 'fp4' are not supported"),
+        ({"quant_method": "quark"}, {}, "the scheme 'quark' is not supported"),
+        ({"quant_method": ["fp8"]}, {}, "the scheme '?' is not supported"),
+        ("fp8", {}, "the scheme '?' is not supported"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, "'bitsandbytes 4bit'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "'modelopt NVFP4'"),
+        (compressed("pack-quantized", "group", "int"), {}, "'compressed-tensors pack-quantized'"),
+        (compressed("nvfp4-pack-quantized", "group"), {}, "'compressed-tensors nvfp4-pack-"),
+        (compressed("float-quantized", "group"), {}, "strategy 'group' is not supported"),
+        (compressed("float-quantized", "channel", num_bits=4), {}, "num_bits: expected 8"),
+        (compressed("int-quantized", "channel", "int", symmetric=False), {}, "symmetric"),
+        (
+            {**compressed("float-quantized", "channel"), "transform_config": {"a": 1}},
+            {},
+            "transform_config is not supported",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_case_1_4_what_is_not_understood_is_named(
+    tmp_path: Path, config: Any, change: dict[str, Any], says: str
+) -> None:
+    overrides = {"quantization_config": config}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=_change(**change), overrides=overrides)
+    assert says in refused(source)
+
+
+def test_case_1_4_mxfp4_that_is_not_blocks_and_scales_is_refused(
+    tmp_path: Path, gpt_oss_like: None
+) -> None:
+    for blocks, scales in (((5, 48, 2, 16), (5, 48, 3)), ((5, 48, 32), (5, 48))):
+
+        def change(weights: Weights, blocks: Any = blocks, scales: Any = scales) -> None:
+            at = "model.layers.0.block_sparse_moe.experts.gate_up_proj"
+            weights[at + "_blocks"] = np.zeros(blocks, np.uint8)
+            weights[at + "_scales"] = np.zeros(scales, np.uint8)
+
+        overrides = {"quantization_config": MXFP4}
+        source = small_hf(
+            tmp_path / str(len(blocks)), "mixtral", mutate=change, overrides=overrides
+        )
+        assert "expected [experts, outputs, blocks, 16]" in refused(source)
+
+
+def test_a_stale_quantization_config_is_a_warning(tmp_path: Path) -> None:
+    """People dequantize a checkpoint and leave its config; a container of one carries it too."""
+    source = small_hf(tmp_path / "hf", "mixtral", overrides={"quantization_config": BLOCK})
+    result = repack(source, tmp_path / "m.colibri")
+    assert any("stored as fp8, but no tensor is" in text for text in result.warnings)
+
+
+def test_case_4_3_a_code_that_is_no_number_is_named_with_its_place(tmp_path: Path) -> None:
+    codes = some_codes("nan", (24, 64))
+    codes[3, 5] = 0xFF
+    overrides = {"quantization_config": BLOCK}
+    change = _change(weight=fp8_raw(codes))
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    message = refused(source)
+    assert f"'{_W1}': nan at [3, 5] (layer 0 expert 1 gate [3, 5])" in message
+    report = verify_source(source)
+    assert not report.ok and "[3, 5] is NaN" in report.errors[0].message
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan, 3e38])
+def test_case_4_3_a_scale_that_leaves_the_numbers_is_found(tmp_path: Path, scale: float) -> None:
+    scales = some_scales("x", (2, 3))
+    scales[1, 2] = scale
+    overrides = {"quantization_config": BLOCK}
+    codes = np.full((24, 64), 0x7E, np.uint8)
+    change = _change(weight=fp8_raw(codes), scale=scales)
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    assert "at [16, 48] (layer 0 expert 1 gate" in refused(source)
+    assert not verify_source(source).ok
+
+
+def test_scales_that_are_not_the_powers_of_two_they_claim_to_be_stop_the_job(
+    tmp_path: Path,
+) -> None:
+    def change(weights: Weights) -> None:
+        Quantizer((16, 24), powers=True)(weights)
+        codes = np.zeros((24, 64), np.uint8)
+        codes[17, 50] = 0x39
+        weights[_W1] = fp8_raw(codes)
+        weights[_W1 + "_scale_inv"] = np.full((2, 3), 0.3, np.float32)
+
+    overrides = {"quantization_config": UE8M0}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    message = refused(source)
+    assert "weight [17, 50] times its scale" in message and "powers of two" in message
+
+
+def test_scales_of_activations_are_left_out_by_a_rule(tmp_path: Path) -> None:
+    def change(weights: Weights) -> None:
+        Quantizer(None, "_scale", flat=True)(weights)
+        weights["model.layers.0.self_attn.q_proj.input_scale"] = np.ones((), np.float32)
+        weights["model.layers.0.self_attn.k_proj.k_scale"] = np.ones((), np.float32)
+
+    overrides = {"quantization_config": MODELOPT}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    result = repack(source, tmp_path / "m.colibri")
+    assert [*result.dropped] == ["activation-scale"]
+    assert len(result.dropped["activation-scale"]) == 2
+
+
+def test_conversions_are_recorded_and_shown(tmp_path: Path) -> None:
+    overrides = {"quantization_config": BLOCK}
+    source = small_hf(
+        tmp_path / "hf",
+        "mixtral",
+        mutate=_change(weight=np.ones((24, 64), np.float32), scale=None),
+        overrides=overrides,
+    )
+    n_converted = 3 * (3 * 5 + 4) - 1
+    repack(source, tmp_path / "m.colibri")
+    shown = inspect(tmp_path / "m.colibri").summary["provenance"]
+    assert shown["recipe.conversions"] == ["fp8 -> f32"]
+    assert shown["recipe.conversion_counts"] == [n_converted]
+    found = inspect(source, tensors=True, tensor=_W1.replace(".1.", ".2."))
+    assert f"{n_converted} tensors stored as fp8 become f32" in found.notes
+    rows = {row["name"]: row for row in found.tensors or []}
+    assert rows[_W1]["becomes"] == "f32" and rows[_W1]["type"] == "f32"
+    other = _W1.replace(".1.", ".2.")
+    assert (rows[other]["type"], rows[other]["becomes"]) == ("f8_e4m3", "f32")
+    side = rows[other + "_scale_inv"]
+    assert (side["action"], side["rule"]) == ("expert", f"scales of {other}")
+    assert found.details is not None and found.details["max"] < 448
+    assert all(row["action"] != "unmatched" for row in rows.values())
+
+
+def test_a_container_of_dequantized_weights_can_be_respecified(tmp_path: Path) -> None:
+    overrides = {"quantization_config": BLOCK}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=Quantizer((16, 24)), overrides=overrides)
+    repack(source, tmp_path / "m.colibri")
+    assert respec(tmp_path / "m.colibri").changed is False
+
+
+def test_memory_of_a_dequantizing_repack_does_not_grow_with_layers(tmp_path: Path) -> None:
+    peaks = []
+    for layers in (1, 3):
+        spec = tm.wide_spec("mixtral", layers=layers)
+        source = tm.write_hf(
+            tmp_path / f"hf{layers}",
+            "mixtral",
+            spec,
+            mutate=Quantizer((128, 128)),
+            overrides={"quantization_config": FP8},
+        )
+        with peak_memory() as peak:
+            repack(source, tmp_path / f"{layers}.colibri", threads=1)
+        peaks += peak
+    assert peaks[1] - peaks[0] < 2 * 65536 * 2 < 3 * spec.width * spec.hidden * 4
+
+
 # ---------------------------------------------------------------- MXFP4, transposed, interleaved
 
 _AT = "layers.{layer}.block_sparse_moe.experts."
@@ -268,6 +540,42 @@ def interleave(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     out = np.empty((len(first), 2 * first.shape[1], *first.shape[2:]), first.dtype)
     out[:, 0::2], out[:, 1::2] = first, second
     return out
+
+
+def test_a_stack_of_inputs_by_outputs_in_halves_is_transposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4: gate_up_proj [experts, hidden, 2 width], gate columns first."""
+    rules = (
+        ExpertRule(_AT + "gate_up_proj", GATE_UP, transposed=True),
+        ExpertRule(_AT + "down_proj", DOWN, transposed=True),
+    )
+    family: Family = replace(MIXTRAL, hf=replace(MIXTRAL.hf, experts=rules))
+    monkeypatch.setattr(detect, "FAMILIES", (family,))
+    spec = small_spec("mixtral", width=64, experts=4)  # square: no shape tells
+
+    def fuse(weights: Weights) -> Weights:
+        kept = {n: v for n, v in weights.items() if ".experts." not in n}
+        for layer in range(spec.layers):
+            parts, at = stacks(spec, layer), f"model.layers.{layer}.block_sparse_moe.experts."
+            gate_up = np.concatenate([parts[PartRole.GATE], parts[PartRole.UP]], axis=1)
+            kept[at + "gate_up_proj"] = np.ascontiguousarray(gate_up.swapaxes(1, 2))
+            kept[at + "down_proj"] = np.ascontiguousarray(parts[PartRole.DOWN].swapaxes(1, 2))
+        return kept
+
+    source = tm.write_hf(tmp_path / "hf", "mixtral", spec, mutate=fuse)
+    repack(source, tmp_path / "m.colibri")
+    check_codes(tmp_path / "m.colibri", spec)
+    assert verify_container(tmp_path / "m.colibri", against=source).ok
+
+    def spoil(weights: Weights) -> Weights:
+        weights = fuse(weights)
+        weights["model.layers.1.block_sparse_moe.experts.gate_up_proj"][2, 5, 64 + 7] = np.inf
+        return weights
+
+    bad = tm.write_hf(tmp_path / "bad", "mixtral", spec, mutate=spoil)
+    message = refused(bad)
+    assert "inf at [2, 5, 71] (layer 1 expert 2 up [7, 5])" in message
 
 
 @pytest.mark.parametrize("dims", [{}, {"hidden": 32, "width": 32, "experts": 4}], ids=str)

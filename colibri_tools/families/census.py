@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from colibri_tools.container.format import Group, Role
 from colibri_tools.errors import SourceError, quote, quote_some
 from colibri_tools.families.checks import check_sizes, decide_and_check, shape_of
+from colibri_tools.families.common import MTP_DROP
 from colibri_tools.families.detect import Detected
 from colibri_tools.families.hyper import read_hyper
+from colibri_tools.families.mtp import MtpLayers, announced_layers, without_gguf_mtp
 from colibri_tools.families.naming import NameTable, choose_prefix
 from colibri_tools.families.result import (
     Assignment,
@@ -46,8 +48,16 @@ def map_known(source: Source, detected: Detected) -> SourceMapping:
     hyper = read_hyper(form, detected.levels, f"{source.path}: {detected.where}", detected.arch)
     census = Census(source, family, form, prefix, hyper, mapping)
     mapping.warnings.extend(hyper.warnings)
+    n_announced = announced_layers(detected.levels, detected.arch)
+    if source.kind == "gguf":
+        without_gguf_mtp(hyper, n_announced)
     check_sizes(census)
-    _place_all(census)
+    _place_all(census, MtpLayers(prefix.body, census.n_layers, n_announced, source.tensors))
+    if n_announced and MTP_DROP.name not in mapping.dropped:
+        mapping.warnings.append(
+            f"the metadata announce {n_announced} multi-token-prediction layers, but no tensor of "
+            "them is there; the container has none"
+        )
     decide_and_check(census)
     if not mapping.problems:
         _finish(census, detected)
@@ -65,12 +75,14 @@ def _has_experts(source: Source, form: Form, prefix: Prefix) -> bool:
 # ---------------------------------------------------------------- names to slots
 
 
-def _place_all(census: Census) -> None:
+def _place_all(census: Census, mtp: MtpLayers) -> None:
     table = NameTable(census.form, census.prefix)
     unmatched, beyond = [], []
     for name, tensor in census.source.tensors.items():
         match = table.match(name)
         rule_name = drop_rule_of(census.form.drops, name)
+        if mtp.owns(name):
+            match, rule_name = None, MTP_DROP.name
         if match is not None and match.layer >= census.n_layers:
             beyond.append(name)
         elif match is not None and isinstance(match.rule, TensorRule):

@@ -340,6 +340,6 @@ def _check_types(census: Census) -> None:
             wrong[tensor.dtype.safetensors or tensor.dtype.name].append(name)
     for dtype, names in wrong.items():
         census.problem(
-            f"{len(names)} tensors of type {dtype}, expected F32, F16 or BF16 (a quantized "
-            f"checkpoint?): {quote_some(names)}"
+            f"{len(names)} tensors of type {dtype}, expected F32, F16 or BF16 (quantized, without "
+            f"scales that config.json explains?): {quote_some(names)}"
         )

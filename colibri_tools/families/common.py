@@ -45,6 +45,7 @@ __all__ = [
     "HF_SHARED_KEYS",
     "HF_WIDTH_KEYS",
     "HF_WINDOW_KEYS",
+    "MTP_DROP",
     "REFUSALS",
 ]
 
@@ -306,15 +307,25 @@ DROPS = (
     ),
     DropRule(
         "vision-tower",
-        r"(?:model\.)?(?:visual|vision_tower|vision_model|multi_modal_projector|mm_projector)\..+",
+        r"(?:model\.)?(?:visual|vision_(?:tower|model|encoder|projection|adapter)|resampler(?:_model)?"
+        r"|multi_modal_projector|mm_projector|pre_mm_projector_norm|patch_merger|vpm)\..+"
+        r"|(?:model\.)?image_newline",
         "belongs to the image encoder; only the language model is repacked",
     ),
     DropRule(
         "audio-tower",
-        r"(?:model\.)?(?:audio_tower|audio_model)\..+",
+        r"(?:model\.)?(?:audio_(?:tower|model|encoder|projection)|multi_modal_audio_projector)\..+",
         "belongs to the audio encoder; only the language model is repacked",
     ),
 )
+
+MTP_DROP = DropRule(
+    "mtp",
+    r"(?:model\.)?(?:mtp|mtp_layers|mtp_block)\..+",
+    "a multi-token-prediction layer, which the engine does not run; also every tensor of a layer at"
+    " or beyond the layers of the model, if the metadata announce it or it has an eh_proj",
+)
+"""For families of the table; of an unknown one nothing is known to be needless, so it is kept."""
 
 REFUSALS = (
     RefuseRule(r".+\.weight_scale_inv", "block-scaled FP8 weights (weight_scale_inv)"),

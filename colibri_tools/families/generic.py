@@ -52,6 +52,8 @@ _PROJECTIONS: Mapping[str, tuple[PartRole, ...]] = {
     "down": (PartRole.DOWN,),
     "gate_up_proj": _GATE_UP,
     "gate_up": _GATE_UP,
+    "input_linear": _GATE_UP,
+    "output_linear": (PartRole.DOWN,),
 }
 _FORMS = tuple(
     re.compile(regex)
@@ -60,6 +62,8 @@ _FORMS = tuple(
         r"(?P<expert>\d{1,5})\.(?P<what>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight",
         r"(?P<stem>(?:.*\.)?layers)\.(?P<layer>\d{1,4})\.(?:[^.]+\.){0,3}experts\."
         r"(?P<what>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?",
+        r"(?P<stem>(?:.*\.)?layers)\.(?P<layer>\d{1,4})\.(?:mlp|block_sparse_moe)\."
+        r"(?P<what>input_linear|output_linear)\.weight",
         r"(?P<stem>blk)\.(?P<layer>\d{1,4})\.ffn_(?P<what>gate_up|gate|up|down)_exps\.weight",
         r"(?P<stem>blk)\.(?P<layer>\d{1,4})\.ffn_(?P<what>gate|up|down)\."
         r"(?P<expert>\d{1,5})\.weight",
@@ -205,8 +209,10 @@ def _check(source: Source, mapping: SourceMapping, found: _Found, hyper: dict[st
                 f"layer {layer}: {hyper['top_k']} experts per token, but only {n_experts} experts"
             )
     if unfilled:
+        gates = [part for slots in found.experts.values() for _, part in slots]
+        hint = "" if PartRole.GATE in gates else "; a container holds gated experts only"
         mapping.problems.append(
-            f"{len(unfilled)} expert slots are not filled: {quote_some(unfilled, 4)}"
+            f"{len(unfilled)} expert slots are not filled: {quote_some(unfilled, 4)}{hint}"
         )
     _check_orientation(mapping, found, hyper)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from colibri_tools.families.common import DROPS, REFUSALS
+from colibri_tools.families.common import DROPS, MTP_DROP, REFUSALS
 from colibri_tools.families.schema import REQUIRED, ExpertRule, Family, Form
 from colibri_tools.families.table import FAMILIES
 
@@ -100,7 +100,7 @@ def _text(value: object) -> str:
 
 def _rules() -> Iterator[str]:
     yield "\n## Left out by a named rule\n\n| rule | names | why |\n| --- | --- | --- |\n"
-    for drop in DROPS:
+    for drop in (*DROPS, MTP_DROP):
         yield f"| {drop.name} | `{_cell(drop.regex)}` | {drop.why} |\n"
     yield (
         "\n## Refused by name\n\nStorage schemes whose numbers cannot be carried as they are.\n\n"

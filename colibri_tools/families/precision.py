@@ -274,11 +274,15 @@ Found = Iterator[tuple[SourceTensor, tuple[str, ...]]]
 def _pairs(source: Source, scheme: Scheme) -> Iterator[tuple[SourceTensor, SourceTensor]]:
     """Yield each weight with its scales. A weight without any is left to the census to refuse."""
     for name, tensor in source.tensors.items():
-        if tensor.dtype.name not in scheme.stored or (other := scheme.scale_name(name)) is None:
+        other = scheme.scale_name(name)
+        scales = source.tensors.get(other) if other is not None else None
+        if scales is None or other is None:
             continue
-        scales = source.tensors.get(other)
-        if scales is None:
-            continue
+        if tensor.dtype.name not in scheme.stored:
+            raise SourceError(
+                f"tensor {quote(name)}: type {tensor.dtype.safetensors} with scales is not "
+                f"supported by the scheme {scheme.name} of config.json"
+            )
         if scales.dtype.name not in scheme.scales:
             raise SourceError(
                 f"tensor {quote(other)}: scales of type {scales.dtype.name} are not supported"

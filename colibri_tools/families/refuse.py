@@ -39,4 +39,4 @@ def _why(source: Source, scheme: Scheme | None) -> str:
         return ""
     if scheme is None:
         return " without a quantization_config in config.json that says how they are stored"
-    return f" beside {scheme.name}, the scheme that config.json names"
+    return f" in this place by {scheme.name}, the scheme that config.json names"

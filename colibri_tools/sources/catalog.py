@@ -16,6 +16,8 @@ from colibri_tools.errors import SourceError, UsageError, quote
 from colibri_tools.sources.files import RangeFile
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from colibri_tools.sources.views import TensorView
 
 __all__ = ["Source", "SourceFile", "SourceKind", "SourceParts", "SourceTensor"]
@@ -202,6 +204,24 @@ class Source:
         self._handles[tensor.file].read_into(
             tensor.offset + start, view, f"tensor {quote(tensor.name)}"
         )
+
+    def read_f32(
+        self, tensor: SourceTensor, first: int = 0, n_weights: int | None = None
+    ) -> np.ndarray[Any, Any]:
+        """Return weights from number `first` on (row-major) as float32 [n_weights].
+
+        This is how anything computes with a source's numbers, whatever they are stored as. `first`
+        and `n_weights` are whole quant blocks. Raises as `read`, and SourceError for a type that
+        has no decoder.
+        """
+        from colibri_tools import native  # late: a source can be listed without the C code
+
+        dtype = tensor.dtype
+        dtype.require_known(tensor.name)
+        n = tensor.n_weights - first if n_weights is None else n_weights
+        raw = self.read(tensor, dtype.n_bytes(first), dtype.n_bytes(n))
+        values: np.ndarray[Any, Any] = native.dequantize(dtype.id, raw, n)
+        return values
 
     def read_file_range(self, file: int, offset: int, n_bytes: int) -> bytes:
         """Return raw bytes of `files[file]`, e.g. to check padding. Raises as `read`."""
