@@ -69,6 +69,7 @@ _FORMS = tuple(
         r"(?P<expert>\d{1,5})\.weight",
     )
 )
+_MODULE = re.compile(r"(?:.*\.layers|layers|blk)\.\d{1,4}\.([^.]+)\.")
 _EMBEDDINGS = re.compile(r"(?:.*\.)?(?:embed_tokens|token_embd|word_embeddings|wte)\.weight")
 
 _CONFIG_NAMES = {
@@ -261,7 +262,7 @@ def _finish(
     embeddings = [name for name in source.tensors if _EMBEDDINGS.fullmatch(name)]
     embedding = source.tensors[min(embeddings)] if embeddings else None
     vocab = embedding.shape[0] if embedding is not None and len(embedding.shape) == 2 else 0
-    lacks = f"family {quote(mapping.family)} is not known to this version"
+    lacks = f"family {quote(mapping.family)} is not known to this version{_strange(mapping)}"
     mapping.warnings.append(f"the container will not run: {lacks}")
     mapping.spec = {
         "family": mapping.family,
@@ -283,6 +284,20 @@ def _finish(
         **{f"graph.{key}": value for key, value in _graph(hyper).items()},
         **params_of(mapping.residents, mapping.rows, hyper["top_k"]),
     }
+
+
+def _strange(mapping: SourceMapping) -> str:
+    """Name the modules of layers that no family of the table has either."""
+    known = {
+        rule.pattern.split(".")[2]
+        for family in FAMILIES
+        for form in (family.hf, family.gguf)
+        for rule in form.tensors
+        if rule.pattern.startswith(("layers.{layer}.", "blk.{layer}."))
+    }
+    found = {m[1] for r in mapping.residents if (m := _MODULE.match(r.name)) is not None}
+    strange = sorted(found - known)
+    return f", its layers have {quote_some(strange, 4)}" if strange else ""
 
 
 def _graph(hyper: Mapping[str, int]) -> dict[str, Any]:

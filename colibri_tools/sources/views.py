@@ -38,7 +38,7 @@ __all__ = [
 MAX_ROW_BYTES = 64 << 20
 """Rows are read whole, so a longer one is refused."""
 
-_STEP_WEIGHTS = 1 << 20
+_STEP_WEIGHTS = 1 << 17  # what is made of them stays in a core's cache
 _STEP_BYTES = 4 << 20
 
 Bytes = npt.NDArray[np.uint8]
@@ -136,7 +136,8 @@ class ScaledView:
         raw = np.zeros((last_row - row) * cols, np.uint8)
         inside = slice(begin - row * cols, end - row * cols)
         source.read_into(self.codes, begin, raw[inside].data)
-        values = values_of_codes(self.codes.dtype.name)[raw].reshape(-1, cols)
+        # take is several times as fast as indexing
+        values = np.take(values_of_codes(self.codes.dtype.name), raw).reshape(-1, cols)
         with np.errstate(all="ignore"):  # what is not finite is found by who uses it
             self._scale(values, self._scale_rows(source, row, last_row))
         return values.reshape(-1)[inside]
@@ -226,10 +227,11 @@ class Mxfp4View:
 
 
 def _repacked(pairs: Bytes) -> Bytes:
-    codes = np.empty((len(pairs), 32), np.uint8)
-    codes[:, 0::2] = pairs & 0x0F
-    codes[:, 1::2] = pairs >> 4
-    return codes[:, :16] | np.left_shift(codes[:, 16:], 4, dtype=np.uint8)
+    first, second = pairs[:, :8], pairs[:, 8:]  # elements 0 ... 15 and 16 ... 31
+    out = np.empty((len(pairs), 16), np.uint8)
+    out[:, 0::2] = first & 0x0F | np.left_shift(second, 4)
+    out[:, 1::2] = first >> 4 | second & 0xF0
+    return out
 
 
 # ---------------------------------------------------------------- rows elsewhere
