@@ -23,6 +23,7 @@ from colibri_tools.carried import carried_source
 from colibri_tools.container.format import PartRole
 from colibri_tools.families import detect
 from colibri_tools.families.common import DOWN, GATE, GATE_UP, UP
+from colibri_tools.families.precision import SCHEMES
 from colibri_tools.families.schema import ExpertRule, Family
 from colibri_tools.families.table import MIXTRAL
 from colibri_tools.inspect import inspect
@@ -305,6 +306,15 @@ def test_case_1_4_int8_weights_are_what_their_library_computes(tmp_path: Path, f
     check_values(tmp_path / "m.colibri", values, "f32")
     assert verify_container(tmp_path / "m.colibri", against=source).ok
     assert set(mapped(source).dropped) == set()
+
+
+def test_the_page_has_a_row_for_every_scheme() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "sources.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines()]
+    for scheme in SCHEMES:
+        form = {"8bit": "load_in_8bit"}.get(scheme.format, scheme.format)
+        found = [row for row in rows if row[:1] == [scheme.method]]
+        assert [row for row in found if row[1].split(",")[0] == form], scheme
 
 
 # ---------------------------------------------------------------- what is refused, and how

@@ -68,8 +68,15 @@ def _forms() -> Iterator[str]:
         yield f"\n**{', '.join(names)}**\n\n"
         for rule in rules:
             parts = " above ".join(part.label for part in rule.parts)
-            shape = "[experts, outputs, inputs]" if rule.stacked else "[outputs, inputs]"
-            yield f"- `{rule.pattern}`: {parts}, {shape}\n"
+            yield f"- `{rule.pattern}`: {parts}, {_shape(rule)}\n"
+
+
+def _shape(rule: ExpertRule) -> str:
+    dims = ["inputs", "outputs"] if rule.transposed else ["outputs", "inputs"]
+    if rule.is_bias:
+        dims = ["outputs"]
+    written = ", ".join(["experts", *dims] if rule.stacked else dims)
+    return f"[{written}]" + (", outputs interleaved" if rule.interleaved else "")
 
 
 def _defaults() -> Iterator[str]:
@@ -103,7 +110,8 @@ def _rules() -> Iterator[str]:
     for drop in (*DROPS, MTP_DROP):
         yield f"| {drop.name} | `{_cell(drop.regex)}` | {drop.why} |\n"
     yield (
-        "\n## Refused by name\n\nStorage schemes whose numbers cannot be carried as they are.\n\n"
+        "\n## Refused by name\n\nStorage schemes that tensor names give away, unless config.json"
+        " names one that is understood\n([sources.md](sources.md)).\n\n"
         "| scheme | names |\n| --- | --- |\n"
     )
     for refusal in REFUSALS:
