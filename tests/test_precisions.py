@@ -317,6 +317,16 @@ def test_the_page_has_a_row_for_every_scheme() -> None:
         assert [row for row in found if row[1].split(",")[0] == form], scheme
 
 
+def test_int8_weights_in_another_order_than_rows_are_refused(tmp_path: Path) -> None:
+    def change(weights: Weights) -> None:
+        int8_change(".SCB", {}, ".weight")(weights)
+        weights[_W1.removesuffix("weight") + "weight_format"] = np.ones((), np.uint8)
+
+    overrides = {"quantization_config": BNB}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    assert "weight_format': expected 0 (rows)" in refused(source)
+
+
 # ---------------------------------------------------------------- what is refused, and how
 
 
@@ -453,6 +463,38 @@ def test_scales_of_activations_are_left_out_by_a_rule(tmp_path: Path) -> None:
     result = repack(source, tmp_path / "m.colibri")
     assert [*result.dropped] == ["activation-scale"]
     assert len(result.dropped["activation-scale"]) == 2
+
+
+def test_quantized_parts_outside_the_language_model_go_with_their_scales(tmp_path: Path) -> None:
+    extra = {
+        "model.visual.blocks.0.attn.weight": fp8_raw(some_codes("v", (32, 48))),
+        "model.visual.blocks.0.attn.weight_scale_inv": some_scales("v", (2, 2)),
+    }
+
+    def change(weights: Weights) -> Weights:
+        Quantizer((16, 24))(weights)
+        return weights | extra
+
+    overrides = {"quantization_config": BLOCK}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    result = repack(source, tmp_path / "m.colibri")
+    assert {rule: set(names) for rule, names in result.dropped.items()} == {
+        "vision-tower": set(extra)
+    }
+    assert f"{3 * (3 * 5 + 4)} tensors stored as fp8 become f32" in result.notes
+
+
+def test_an_unknown_family_is_dequantized_too(tmp_path: Path) -> None:
+    quantizer = Quantizer((16, 24))
+    overrides = {"quantization_config": BLOCK, "model_type": "novel_moe"}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=quantizer, overrides=overrides)
+    repack(source, tmp_path / "m.colibri")
+    with colibri_tools.open(tmp_path / "m.colibri") as found:
+        name = "model.layers.1.block_sparse_moe.experts.4.w3.weight"
+        got = found.dequantize_part(1, 4, PartRole.UP)
+        np.testing.assert_array_equal(got, quantizer.values[name])
+    assert verify_container(tmp_path / "m.colibri", against=source).ok
+    assert respec(tmp_path / "m.colibri").changed is False
 
 
 def test_conversions_are_recorded_and_shown(tmp_path: Path) -> None:
@@ -628,6 +670,36 @@ def test_case_2_4_interleaved_columns_and_their_biases_are_split(
     assert verify_container(tmp_path / "m.colibri", against=source).ok
 
 
+def test_a_transposed_stack_has_its_scales_by_column(tmp_path: Path, gpt_oss_like: None) -> None:
+    """fbgemm: the scale of an output of a stack [experts, inputs, outputs] is [experts, 1, o]."""
+    spec = small_spec("mixtral")
+    values: dict[str, np.ndarray] = {}
+
+    def fuse(weights: Weights) -> Weights:
+        kept = {n: v for n, v in weights.items() if ".experts." not in n}
+        for layer in range(spec.layers):
+            at = f"model.layers.{layer}.block_sparse_moe.experts."
+            for name, shape in (("gate_up_proj", (5, 64, 48)), ("down_proj", (5, 24, 64))):
+                codes = some_codes(at + name, shape)
+                scales = some_scales(at + name, (5, 1, shape[2]))
+                kept[at + name], kept[at + name + "_scale"] = fp8_raw(codes), scales
+                values[at + name] = (e4m3(codes).astype(np.float32) * scales).swapaxes(1, 2)
+        return kept
+
+    overrides = {"quantization_config": FBGEMM}
+    source = tm.write_hf(tmp_path / "hf", "mixtral", spec, mutate=fuse, overrides=overrides)
+    repack(source, tmp_path / "m.colibri")
+    with colibri_tools.open(tmp_path / "m.colibri") as found:
+        for layer in range(spec.layers):
+            at = f"model.layers.{layer}.block_sparse_moe.experts."
+            gate_up, down = values[at + "gate_up_proj"], values[at + "down_proj"]
+            for role, part in zip(PARTS, (gate_up[:, ::2], gate_up[:, 1::2], down), strict=True):
+                for expert in range(5):
+                    got = found.dequantize_part(layer, expert, role)
+                    np.testing.assert_array_equal(got, part[expert])
+    assert verify_container(tmp_path / "m.colibri", against=source).ok
+
+
 def test_a_missing_bias_of_an_expert_is_an_unfilled_slot(
     tmp_path: Path, gpt_oss_like: None
 ) -> None:
@@ -712,3 +784,34 @@ def test_case_4_5_mxfp4_of_hugging_face_is_reshuffled_bit_exactly(
         assert found.provenance["recipe.conversions"] == ["mxfp4 -> mxfp4"]
     assert verify_container(tmp_path / "m.colibri", against=source).ok
     assert verify_source(source).ok
+
+
+@pytest.mark.parametrize(
+    ("scale", "says"),
+    [
+        (255, "experts.gate_up_proj_scales': nan (code 255) at [3, 11, 1];"),
+        (
+            254,
+            "experts.gate_up_proj_blocks': inf at [3, 11, 1, 0] (layer 2 expert 3 up [5, 32])",
+        ),
+    ],
+)
+def test_case_4_5_a_scale_that_is_no_number_is_named_with_its_place(
+    tmp_path: Path, gpt_oss_like: None, scale: int, says: str
+) -> None:
+    spec = small_spec("mixtral")
+
+    def pack(weights: Weights) -> Weights:
+        kept = {n: v for n, v in weights.items() if ".experts." not in n}
+        for layer in range(spec.layers):
+            at = f"model.layers.{layer}.block_sparse_moe.experts."
+            kept[at + "gate_up_proj_blocks"] = np.full((5, 48, 2, 16), 0x77, np.uint8)
+            kept[at + "gate_up_proj_scales"] = np.full((5, 48, 2), 127, np.uint8)
+            kept[at + "down_proj"] = np.zeros((5, 24, 64), np.float32)
+        kept[at + "gate_up_proj_scales"][3, 2 * 5 + 1, 1] = scale
+        return kept
+
+    overrides = {"quantization_config": MXFP4}
+    source = tm.write_hf(tmp_path / "hf", "mixtral", spec, mutate=pack, overrides=overrides)
+    assert says in refused(source)
+    assert not verify_source(source).ok

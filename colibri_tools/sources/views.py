@@ -221,9 +221,20 @@ class Mxfp4View:
             source.read_into(self.blocks, 16 * (first + a), raw.data)
             scale = np.empty(n, np.uint8)
             source.read_into(self.scales, first + a, scale.data)
+            self._check(scale, first + a)
             into = np.frombuffer(out[17 * a : 17 * (a + n)], np.uint8).reshape(n, 17)
             into[:, 0] = scale
             into[:, 1:] = _repacked(raw)
+
+    def _check(self, scales: Bytes, first: int) -> None:
+        """E8M0 has one code that is no number; GGML would read it as a power of two."""
+        found = np.flatnonzero(scales == 255)
+        if len(found):
+            place = list(self.scales.locate(first + int(found[0])))
+            raise SourceError(
+                f"tensor {quote(self.scales.name)}: nan (code 255) at {place}; the checkpoint is "
+                "damaged, fetch or save it again"
+            )
 
 
 def _repacked(pairs: Bytes) -> Bytes:
