@@ -84,6 +84,10 @@ def _summary(
         "n_tensors": len(source.tensors),
         "types": _types(source, mapping),
         "order": None,
+        "conversions": dict(mapping.conversions) if mapping is not None else None,
+        "dropped": {rule: len(names) for rule, names in mapping.dropped.items()}
+        if mapping is not None
+        else None,
         "missing_blobs": list(source.missing_blobs),
         "provenance": source.describe(),
         "warnings": warnings,

@@ -86,7 +86,27 @@ def _summary_rows(path: str, s: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("metadata", _metadata(s)))
         rows.append(("alignment, order", f"{format_bytes(s['alignment'])}, {s['order']}"))
         rows.append(("carried files", escape(", ".join(s["blobs"]) or "none")))
+    rows += _changes(s)
     return rows
+
+
+def _changes(s: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was converted or left out on the way into a container, or would be."""
+    made = s["provenance"]
+    converted = s.get("conversions") or _counted(
+        made, "recipe.conversions", "recipe.conversion_counts"
+    )
+    left_out = s.get("dropped") or _counted(made, "dropped.rules", "dropped.counts")
+    rows = [("converted", ", ".join(f"{n} tensors {what}" for what, n in converted.items()))]
+    rows.append(("left out", ", ".join(f"{n} tensors by {rule}" for rule, n in left_out.items())))
+    return [(label, escape(text)) for label, text in rows if text]
+
+
+def _counted(provenance: dict[str, Any], names: str, counts: str) -> dict[str, int]:
+    """Two arrays of a provenance, which may hold anything, as one dictionary."""
+    found = provenance.get(names), provenance.get(counts)
+    both = all(isinstance(values, list) for values in found)
+    return dict(zip(*found, strict=False)) if both else {}  # type: ignore[arg-type]
 
 
 def _why(s: dict[str, Any]) -> str:

@@ -6,6 +6,9 @@ formulas that share nothing with the package; gguf's dequantize is the oracle of
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,13 @@ import tiny_models as tm
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from repack_util import PARTS, Weights, check_codes, code, mapped, refused, small_hf, small_spec
+from rich.console import Console
 from sources_util import peak_memory
 
 import colibri_tools
 from colibri_tools.carried import carried_source
 from colibri_tools.container.format import PartRole
+from colibri_tools.errors import ColibriError
 from colibri_tools.families import detect
 from colibri_tools.families.common import DOWN, GATE, GATE_UP, UP
 from colibri_tools.families.precision import SCHEMES
@@ -497,6 +502,42 @@ def test_an_unknown_family_is_dequantized_too(tmp_path: Path) -> None:
     assert respec(tmp_path / "m.colibri").changed is False
 
 
+@pytest.mark.parametrize("base", [BLOCK, BNB, MXFP4, compressed("float-quantized", "block")])
+def test_no_value_of_a_quantization_config_breaks_the_census(
+    tmp_path: Path, base: dict[str, Any]
+) -> None:
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=Quantizer((16, 24)))
+    config = json.loads((source / "config.json").read_text())
+    values: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        1e300,
+        "",
+        "x",
+        [],
+        [[]],
+        {},
+        {"a": []},
+        [1, 2],
+        [-1, 1],
+    ]
+    for key in base:
+        for value in values:
+            nested = [{**base, key: value}]
+            if isinstance(base[key], dict):
+                nested += [{**base, key: {"g": value}}, {**base, key: {"g": {"weights": value}}}]
+                parts = ("strategy", "block_structure", "num_bits", "type", "symmetric")
+                weights = base[key]["group_0"]["weights"]
+                nested += [{**base, key: {"g": {"weights": {**weights, p: value}}}} for p in parts]
+            for found in nested:
+                config["quantization_config"] = found
+                (source / "config.json").write_text(json.dumps(config))
+                with contextlib.suppress(ColibriError):
+                    mapped(source)
+
+
 def test_conversions_are_recorded_and_shown(tmp_path: Path) -> None:
     overrides = {"quantization_config": BLOCK}
     source = small_hf(
@@ -512,6 +553,11 @@ def test_conversions_are_recorded_and_shown(tmp_path: Path) -> None:
     assert shown["recipe.conversion_counts"] == [n_converted]
     found = inspect(source, tensors=True, tensor=_W1.replace(".1.", ".2."))
     assert f"{n_converted} tensors stored as fp8 become f32" in found.notes
+    assert found.summary["conversions"] == {"fp8 -> f32": n_converted}
+    for inspection in (found, inspect(tmp_path / "m.colibri")):
+        console = Console(width=120, record=True, file=io.StringIO())
+        inspection.render(console)
+        assert f"{n_converted} tensors fp8 -> f32" in console.export_text()
     rows = {row["name"]: row for row in found.tensors or []}
     assert rows[_W1]["becomes"] == "f32" and rows[_W1]["type"] == "f32"
     other = _W1.replace(".1.", ".2.")
