@@ -68,7 +68,7 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format -q .
 	$(BIN)/clang-format -i $(C_FILES)
 
-C_TESTS = tests/test_creader.py tests/test_blocks.py tests/test_rot.py
+C_TESTS = tests/test_creader.py tests/test_blocks.py tests/test_fast_kernels.py tests/test_rot.py
 
 sanitize: $(VENV)/.test
 	COLIBRI_TEST_FLIPS=$(or $(FLIPS),4000) $(BIN)/python -m pytest -q --timeout 3600 $(C_TESTS) $(PYTEST_ARGS)

@@ -783,11 +783,11 @@ int clb_matmul_rows(const clb_kernels *k, uint32_t type, const void *w, size_t r
     return 0;
   }
   const product p = {k, t, w, row_bytes, n_cols, x, ldx, y, ldy};
-  for (size_t row = row0; row < row1; row += CLB_TILE_ROWS) {
-    size_t n_rows = row1 - row < CLB_TILE_ROWS ? row1 - row : CLB_TILE_ROWS;
-    for (size_t token = 0; token < n_tokens; token += CLB_TILE_TOKENS) {
-      size_t n = n_tokens - token < CLB_TILE_TOKENS ? n_tokens - token : CLB_TILE_TOKENS;
-      multiply_tile(&p, row, n_rows, token, n);
+  // Tokens outside: a tile of them stays in the second-level cache, while the weights pass once for each.
+  for (size_t token = 0; token < n_tokens; token += CLB_TILE_TOKENS) {
+    size_t n = n_tokens - token < CLB_TILE_TOKENS ? n_tokens - token : CLB_TILE_TOKENS;
+    for (size_t row = row0; row < row1; row += CLB_TILE_ROWS) {
+      multiply_tile(&p, row, row1 - row < CLB_TILE_ROWS ? row1 - row : CLB_TILE_ROWS, token, n);
     }
   }
   return 0;

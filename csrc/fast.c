@@ -8,10 +8,10 @@
 #include "fast_internal.h"
 
 const clb_fast_type clb_fast_types[CLB_N_FAST_TYPES] = {
-    {CLB_Q4_0, CLB_FORM_PLAIN, 8 * 18}, {CLB_Q4_1, CLB_FORM_MIN, 8 * 20}, {CLB_Q5_0, CLB_FORM_PLAIN, 8 * 22},
-    {CLB_Q5_1, CLB_FORM_MIN, 8 * 24},   {CLB_Q8_0, CLB_FORM_PLAIN, 8 * 34}, {CLB_Q2_K, CLB_FORM_SUB_MIN, 84},
-    {CLB_Q3_K, CLB_FORM_SUB, 110},      {CLB_Q4_K, CLB_FORM_MIN, 144},    {CLB_Q5_K, CLB_FORM_MIN, 176},
-    {CLB_Q6_K, CLB_FORM_SUB, 210},      {CLB_IQ4_NL, CLB_FORM_PLAIN, 8 * 18}, {CLB_IQ4_XS, CLB_FORM_PLAIN, 136},
+    {CLB_Q4_0, CLB_FORM_PLAIN, 8 * 18},  {CLB_Q4_1, CLB_FORM_MIN, 8 * 20},     {CLB_Q5_0, CLB_FORM_PLAIN, 8 * 22},
+    {CLB_Q5_1, CLB_FORM_MIN, 8 * 24},    {CLB_Q8_0, CLB_FORM_PLAIN, 8 * 34},   {CLB_Q2_K, CLB_FORM_SUB_MIN, 84},
+    {CLB_Q3_K, CLB_FORM_SUB, 110},       {CLB_Q4_K, CLB_FORM_MIN, 144},        {CLB_Q5_K, CLB_FORM_MIN, 176},
+    {CLB_Q6_K, CLB_FORM_SUB, 210},       {CLB_IQ4_NL, CLB_FORM_PLAIN, 8 * 18}, {CLB_IQ4_XS, CLB_FORM_PLAIN, 136},
     {CLB_MXFP4, CLB_FORM_PLAIN, 8 * 17},
 };
 
@@ -320,10 +320,10 @@ static void multiply(const clb_fast_product *p, const clb_fast_type *t, group_fn
   }
 }
 
-#define PRODUCT(name)                                                                                          \
-  static void product_##name(const clb_fast_product *p, const clb_fast_type *t, size_t row0, size_t row1,      \
-                             size_t n_tokens) {                                                                \
-    multiply(p, t, name##_group, row0, row1, n_tokens);                                                        \
+#define PRODUCT(name)                                                                                     \
+  static void product_##name(const clb_fast_product *p, const clb_fast_type *t, size_t row0, size_t row1, \
+                             size_t n_tokens) {                                                           \
+    multiply(p, t, name##_group, row0, row1, n_tokens);                                                   \
   }
 
 PRODUCT(q4_0)
@@ -356,7 +356,7 @@ static void store_f16(uint8_t *dst, float v) {
   memcpy(dst, &h, sizeof h);
 }
 
-static void scalar_to_q8_0(uint8_t *dst, const float *x, size_t n_blocks) {
+void clb_scalar_to_q8_0(uint8_t *dst, const float *x, size_t n_blocks) {
   for (size_t b = 0; b < n_blocks; b++, dst += 34, x += 32) {
     uint32_t largest = largest_bits(x);
     float d = largest < CLB_INF_BITS ? float_of(largest) / 127 : NAN, inverse = clb_fast_inverse(d);
@@ -377,7 +377,7 @@ static int q4_0_code(float v, float inverse) {
   return code < 15 ? code : 15;
 }
 
-static void scalar_to_q4_0(uint8_t *dst, const float *x, size_t n_blocks) {
+void clb_scalar_to_q4_0(uint8_t *dst, const float *x, size_t n_blocks) {
   for (size_t b = 0; b < n_blocks; b++, dst += 18, x += 32) {
     uint32_t largest = largest_bits(x);
     float d = largest < CLB_INF_BITS ? extreme_of(x, largest) / -8 : NAN, inverse = clb_fast_inverse(d);
@@ -394,8 +394,8 @@ static void scalar_to_q4_0(uint8_t *dst, const float *x, size_t n_blocks) {
 static const clb_fast_kernels scalar_kernels = {
     .name = "scalar",
     .quantize = scalar_quantize,
-    .to_q8_0 = scalar_to_q8_0,
-    .to_q4_0 = scalar_to_q4_0,
+    .to_q8_0 = clb_scalar_to_q8_0,
+    .to_q4_0 = clb_scalar_to_q4_0,
     .product = {product_q4_0, product_q4_1, product_q5_0, product_q5_1, product_q8_0, product_q2_k, product_q3_k,
                 product_q4_k, product_q5_k, product_q6_k, product_iq4_nl, product_iq4_xs, product_mxfp4},
 };
@@ -424,8 +424,8 @@ static const struct {
   const clb_fast_kernels *(*get)(void);
   bool automatic;
 } sets[] = {
-    {"neon_dot", clb_fast_neon_dot, true}, {"neon", clb_fast_neon, true},     {"avx512", clb_fast_avx512, false},
-    {"avx_vnni", clb_fast_avx_vnni, true}, {"avx2", clb_fast_avx2, true},     {"scalar", scalar, true},
+    {"neon_dot", clb_fast_neon_dot, true}, {"neon", clb_fast_neon, true}, {"avx512", clb_fast_avx512, false},
+    {"avx_vnni", clb_fast_avx_vnni, true}, {"avx2", clb_fast_avx2, true}, {"scalar", scalar, true},
 };
 
 const clb_fast_kernels *clb_fast_by_name(const char *name) {
@@ -436,14 +436,18 @@ const clb_fast_kernels *clb_fast_by_name(const char *name) {
   return NULL;
 }
 
-// The fast kernels that go with a set of exact ones: the scalar ones, or the best.
-static const clb_fast_kernels *fast_of(const clb_kernels *k) {
+const clb_fast_kernels *clb_fast_best(void) {
+  // A cache of a constant: threads that race here store the same pointer.
   static _Atomic(const clb_fast_kernels *) cached;
-  if (k == clb_kernels_scalar()) return &scalar_kernels;
   const clb_fast_kernels *f = atomic_load_explicit(&cached, memory_order_relaxed);
+  if (f) return f;
   for (size_t i = 0; !f; i++) f = sets[i].automatic ? sets[i].get() : NULL;
   atomic_store_explicit(&cached, f, memory_order_relaxed);
   return f;
+}
+
+static const clb_fast_kernels *fast_of(const clb_kernels *k) {
+  return k == clb_kernels_scalar() ? &scalar_kernels : clb_fast_best();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

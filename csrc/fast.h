@@ -1,11 +1,11 @@
 // Matrix products in fast precision: activations are quantized where the weights are, and multiplied as integers.
 //
-// Activations of the kind CLB_FAST_X_Q8 are cut into blocks of 32, each with int8 codes q and one float d = max|x| / 127:
-// x is about d * q, q = rint(x * (127 / max|x|)), ties to even. A block whose largest magnitude is below 2^-100 becomes
-// zeros. A NaN or an infinity in a block makes its d NaN, and with it every product that the block enters.
+// Activations of the kind CLB_FAST_X_Q8 are cut into blocks of 32, each with int8 codes q and one float d = max|x| /
+// 127: x is about d * q, q = rint(x * (127 / max|x|)), ties to even. A block whose largest magnitude is below 2^-100
+// becomes zeros. A NaN or an infinity in a block makes its d NaN, and with it every product that the block enters.
 //
-// The canonical product. A row is padded with zero blocks to a multiple of 256 columns. Block b adds to partial b % 8 of
-// 8, all starting at +0, b increasing:
+// The canonical product. A row is padded with zero blocks to a multiple of 256 columns. Block b adds to partial b % 8
+// of 8, all starting at +0, b increasing:
 //   partial = fma(dw * dx, (float)T, partial)             T: the integer dot product of the codes, sub-scales included
 //   partial = fma(-mw, dx * (float)sum(q), partial)       types with a minimum per 32: q4_1, q5_1, q4_k, q5_k
 //   partial = fma(-mw * dx, (float)M, partial)            q2_k, M: sums of 16 codes times their integer minimums

@@ -6,19 +6,19 @@
 #include "fast.h"
 
 enum {
-  CLB_FAST_GROUP = 256,    // columns handled at a time: 8 blocks of 32
-  CLB_FAST_BLOCKS = 8,     // blocks of a group, partial sums of a product
-  CLB_N_FAST_TYPES = 13,   // types with fast kernels
-  CLB_FAST_MAX_BYTES = 272 // bytes of a group of any such type: 8 blocks of q8_0
+  CLB_FAST_GROUP = 256,     // columns handled at a time: 8 blocks of 32
+  CLB_FAST_BLOCKS = 8,      // blocks of a group, partial sums of a product
+  CLB_N_FAST_TYPES = 13,    // types with fast kernels
+  CLB_FAST_MAX_BYTES = 272  // bytes of a group of any such type: 8 blocks of q8_0
 };
 
 // 256 activations. What is beyond the row is zero.
 typedef struct {
   int8_t q[CLB_FAST_GROUP];
-  float d[CLB_FAST_BLOCKS];          // NaN for a block that holds a NaN or an infinity
-  float s[CLB_FAST_BLOCKS];          // d * sum
-  int32_t sum[CLB_FAST_BLOCKS];      // sums of q
-  int16_t half[2 * CLB_FAST_BLOCKS]; // sums of 16
+  float d[CLB_FAST_BLOCKS];           // NaN for a block that holds a NaN or an infinity
+  float s[CLB_FAST_BLOCKS];           // d * sum
+  int32_t sum[CLB_FAST_BLOCKS];       // sums of q
+  int16_t half[2 * CLB_FAST_BLOCKS];  // sums of 16
 } clb_fast_x;
 
 _Static_assert(sizeof(clb_fast_x) == 384, "whole cache lines");
@@ -74,8 +74,15 @@ const clb_fast_kernels *clb_fast_avx512(void);  // by name only: off until measu
 const clb_fast_kernels *clb_fast_neon(void);
 const clb_fast_kernels *clb_fast_neon_dot(void);
 
+// Scalar kernels for sets without their own.
+void clb_scalar_to_q8_0(uint8_t *dst, const float *x, size_t n_blocks);
+void clb_scalar_to_q4_0(uint8_t *dst, const float *x, size_t n_blocks);
+
 // A set by name: "scalar", "avx2", "avx_vnni", "avx512", "neon", "neon_dot". NULL as above.
 const clb_fast_kernels *clb_fast_by_name(const char *name);
+
+// The set that goes with clb_kernels_best(): the first automatic one.
+const clb_fast_kernels *clb_fast_best(void);
 
 // clb_fast_quantize_x, clb_fast_matmul_rows and clb_quantize_row with a set of one's choice, for quantized types.
 void clb_fast_quantize_with(const clb_fast_kernels *f, void *dst, const float *x, size_t n);

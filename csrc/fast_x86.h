@@ -28,6 +28,7 @@
 enum {
   TILE_ROWS = 8,
   TILE_TOKENS = 128,  // tokens that share one decoding of the weights
+  TOGETHER = 4,       // tokens multiplied at a time
   TILE_GROUPS = 4,    // groups decoded at a time
   FEW_TOKENS = 3,     // up to here, decoding anew for every token is cheaper than a tile
   PREFETCH_BYTES = 2048,
@@ -398,16 +399,14 @@ INLINE const clb_fast_x *token_at(const clb_fast_product *p, size_t token) {
 INLINE float row_by_token(type_traits t, const clb_fast_product *p, const clb_fast_type *type, size_t row,
                           const clb_fast_x *x) {
   uint8_t padded[CLB_FAST_MAX_BYTES];
-  const uint8_t *w = p->w + row * p->row_bytes;
-  size_t n_bytes = type->group_bytes, n_whole = p->n_cols / CLB_FAST_GROUP;
   __m256 partial = _mm256_setzero_ps();
-  for (size_t g = 0; g < n_whole; g++, w += n_bytes) {
+  for (size_t g = 0; g * CLB_FAST_GROUP < p->n_cols; g++) {
+    const uint8_t *w = clb_fast_padded(p, type, row, g, padded);
     // Beyond the row comes the next one; beyond the last row nothing is touched, but the address may be formed.
-    for (size_t i = 0; i < n_bytes; i += 64) _mm_prefetch((const char *)((uintptr_t)w + PREFETCH_BYTES + i), _MM_HINT_T0);
+    for (size_t i = 0; i < type->group_bytes; i += 64) {
+      _mm_prefetch((const char *)((uintptr_t)w + PREFETCH_BYTES + i), _MM_HINT_T0);
+    }
     partial = add_group(t, partial, w, x + g);
-  }
-  if (p->n_cols % CLB_FAST_GROUP != 0) {
-    partial = add_group(t, partial, clb_fast_padded(p, type, row, n_whole, padded), x + n_whole);
   }
   return reduce(partial);
 }
@@ -424,7 +423,8 @@ typedef struct {
 // rows [8 rows][8] transposed into dst [8][8 rows]
 INLINE void store_transposed(float (*dst)[TILE_ROWS], const void *rows, size_t stride) {
   __m256 v[8];
-  UNROLL for (int r = 0; r < 8; r++) v[r] = _mm256_loadu_ps((const float *)(const void *)((const char *)rows + (size_t)r * stride));
+  UNROLL for (int r = 0; r < 8; r++) v[r] =
+      _mm256_loadu_ps((const float *)(const void *)((const char *)rows + (size_t)r * stride));
   transpose_8(v);
   UNROLL for (int i = 0; i < 8; i++) _mm256_store_ps(dst[i], v[i]);
 }
@@ -455,17 +455,17 @@ INLINE void decode_group(type_traits t, tile *dst, int g, const uint8_t *const w
     if (t.form == CLB_FORM_SUB_MIN) store_transposed(dst->min + 16 * g + 8 * half, min[0] + 8 * half, sizeof min[0]);
   }
   for (int b = 0; b < 8; b++) {
-    store_transposed((float(*)[TILE_ROWS])(void *)dst->codes[8 * g + b], codes[b], sizeof codes[b][0]);
+    store_transposed((float (*)[TILE_ROWS])(void *)dst->codes[8 * g + b], codes[b], sizeof codes[b][0]);
   }
 }
 
 // Sums of 16 or 32 products, from column group `first` to `last`, of a block of 8 rows with n tokens.
-INLINE void multiply_columns(type_traits t, int n, const tile *w, int block, int first, int last, const int8_t *const q[4],
-                             __m256i sums[4]) {
-  UNROLL for (int i = 0; i < n; i++) sums[i] = _mm256_setzero_si256();
+INLINE void multiply_columns(type_traits t, const tile *w, int block, int first, int last,
+                             const int8_t *const q[TOGETHER], __m256i sums[TOGETHER]) {
+  UNROLL for (int i = 0; i < TOGETHER; i++) sums[i] = _mm256_setzero_si256();
   UNROLL for (int c = first; c < last; c++) {
     __m256i codes = load32(w->codes[block][c]);
-    UNROLL for (int i = 0; i < n; i++) {
+    UNROLL for (int i = 0; i < TOGETHER; i++) {
       sums[i] = dot_4(t.full, sums[i], codes, _mm256_set1_epi32((int)load_u32(q[i] + 4 * c)));
     }
   }
@@ -480,28 +480,28 @@ INLINE __m256 load_splat(const float *p) {
   return _mm256_broadcast_ss(p);
 }
 
-// A block of 8 rows with n tokens; b is its number in the group. Products of sub-scales and sums are integers below
-// 2^24: exact as floats.
-INLINE void multiply_block(type_traits t, int n, const tile *w, int block, int b, const clb_fast_x *const x[4],
+// A block of 8 rows with TOGETHER tokens; b is its number in the group. Products of sub-scales and sums are integers
+// below 2^24: exact as floats.
+INLINE void multiply_block(type_traits t, const tile *w, int block, int b, const clb_fast_x *const x[TOGETHER],
                            float (*partial)[8][TILE_ROWS]) {
-  const int8_t *q[4];
-  __m256i sums[4];
-  __m256 total[4];
-  UNROLL for (int i = 0; i < n; i++) q[i] = x[i]->q + 32 * b;
+  const int8_t *q[TOGETHER];
+  __m256i sums[TOGETHER];
+  __m256 total[TOGETHER];
+  UNROLL for (int i = 0; i < TOGETHER; i++) q[i] = x[i]->q + 32 * b;
   if (has_sub(t)) {
-    multiply_columns(t, n, w, block, 0, 4, q, sums);
+    multiply_columns(t, w, block, 0, 4, q, sums);
     __m256 sub = _mm256_load_ps(w->sub[2 * block]);
-    UNROLL for (int i = 0; i < n; i++) total[i] = _mm256_mul_ps(sub, unbiased(t, sums[i], x[i]->half[2 * b]));
-    multiply_columns(t, n, w, block, 4, 8, q, sums);
+    UNROLL for (int i = 0; i < TOGETHER; i++) total[i] = _mm256_mul_ps(sub, unbiased(t, sums[i], x[i]->half[2 * b]));
+    multiply_columns(t, w, block, 4, 8, q, sums);
     sub = _mm256_load_ps(w->sub[2 * block + 1]);
-    UNROLL for (int i = 0; i < n; i++) {
+    UNROLL for (int i = 0; i < TOGETHER; i++) {
       total[i] = _mm256_fmadd_ps(sub, unbiased(t, sums[i], x[i]->half[2 * b + 1]), total[i]);
     }
   } else {
-    multiply_columns(t, n, w, block, 0, 8, q, sums);
-    UNROLL for (int i = 0; i < n; i++) total[i] = unbiased(t, sums[i], x[i]->sum[b]);
+    multiply_columns(t, w, block, 0, 8, q, sums);
+    UNROLL for (int i = 0; i < TOGETHER; i++) total[i] = unbiased(t, sums[i], x[i]->sum[b]);
   }
-  UNROLL for (int i = 0; i < n; i++) {
+  UNROLL for (int i = 0; i < TOGETHER; i++) {
     __m256 dx = load_splat(x[i]->d + b), sum = _mm256_load_ps(partial[i][b]);
     sum = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_load_ps(w->d[block]), dx), total[i], sum);
     if (t.form == CLB_FORM_MIN) sum = _mm256_fmadd_ps(_mm256_load_ps(w->add[block]), load_splat(x[i]->s + b), sum);
@@ -514,13 +514,14 @@ INLINE void multiply_block(type_traits t, int n, const tile *w, int block, int b
   }
 }
 
-INLINE void multiply_tokens(type_traits t, int n, const tile *w, const clb_fast_product *p, size_t token, size_t group,
-                            int n_groups, float (*partial)[8][TILE_ROWS]) {
-  const clb_fast_x *x[4];
-  UNROLL for (int i = 0; i < n; i++) x[i] = token_at(p, token + (size_t)i) + group;
+// TOGETHER tokens from `token` on, n of which exist: the last one stands for the others.
+INLINE void multiply_tokens(type_traits t, const tile *w, const clb_fast_product *p, size_t token, size_t n,
+                            size_t group, int n_groups, float (*partial)[8][TILE_ROWS]) {
+  const clb_fast_x *x[TOGETHER];
+  UNROLL for (size_t i = 0; i < TOGETHER; i++) x[i] = token_at(p, token + (i < n ? i : n - 1)) + group;
   for (int g = 0; g < n_groups; g++) {
-    for (int b = 0; b < 8; b++) multiply_block(t, n, w, 8 * g + b, b, x, partial);
-    UNROLL for (int i = 0; i < n; i++) x[i]++;
+    for (int b = 0; b < 8; b++) multiply_block(t, w, 8 * g + b, b, x, partial);
+    UNROLL for (int i = 0; i < TOGETHER; i++) x[i]++;
   }
 }
 
@@ -542,7 +543,8 @@ INLINE void store_results(const clb_fast_product *p, size_t row, size_t n_rows, 
   for (size_t i = 0; i < n_tokens; i++) {
     __m256 v[4];
     _Alignas(32) float y[TILE_ROWS];
-    UNROLL for (int b = 0; b < 4; b++) v[b] = _mm256_add_ps(_mm256_load_ps(partial[i][b]), _mm256_load_ps(partial[i][b + 4]));
+    UNROLL for (int b = 0; b < 4; b++) v[b] =
+        _mm256_add_ps(_mm256_load_ps(partial[i][b]), _mm256_load_ps(partial[i][b + 4]));
     _mm256_store_ps(y, _mm256_add_ps(_mm256_add_ps(v[0], v[2]), _mm256_add_ps(v[1], v[3])));
     memcpy(p->y + (token + i) * p->ldy + row, y, n_rows * sizeof *y);
   }
@@ -552,14 +554,14 @@ INLINE void rows_by_tokens(type_traits t, const clb_fast_product *p, const clb_f
                            size_t n_rows, size_t token, size_t n_tokens) {
   tile w;
   _Alignas(64) float partial[TILE_TOKENS][8][TILE_ROWS];
-  memset(partial, 0, n_tokens * sizeof *partial);
+  memset(partial, 0, (n_tokens + TOGETHER - 1) / TOGETHER * TOGETHER * sizeof *partial);
   size_t n_groups = (p->n_cols + CLB_FAST_GROUP - 1) / CLB_FAST_GROUP;
   for (size_t group = 0; group < n_groups; group += TILE_GROUPS) {
     int n = n_groups - group < TILE_GROUPS ? (int)(n_groups - group) : TILE_GROUPS;
     decode_tile(t, &w, p, type, row, n_rows, group, n);
-    size_t i = 0;
-    for (; i + 4 <= n_tokens; i += 4) multiply_tokens(t, 4, &w, p, token + i, group, n, partial + i);
-    for (; i < n_tokens; i++) multiply_tokens(t, 1, &w, p, token + i, group, n, partial + i);
+    for (size_t i = 0; i < n_tokens; i += TOGETHER) {
+      multiply_tokens(t, &w, p, token + i, n_tokens - i, group, n, partial + i);
+    }
   }
   store_results(p, row, n_rows, token, n_tokens, partial);
 }
@@ -572,19 +574,20 @@ INLINE void product(type_traits t, const clb_fast_product *p, const clb_fast_typ
     }
     return;
   }
-  for (size_t row = row0; row < row1; row += TILE_ROWS) {
-    size_t n_rows = row1 - row < TILE_ROWS ? row1 - row : TILE_ROWS;
-    for (size_t i = 0; i < n_tokens; i += TILE_TOKENS) {
-      rows_by_tokens(t, p, type, row, n_rows, i, n_tokens - i < TILE_TOKENS ? n_tokens - i : TILE_TOKENS);
+  // Tokens outside: a tile of them stays in the second-level cache, while the weights pass once for each.
+  for (size_t i = 0; i < n_tokens; i += TILE_TOKENS) {
+    size_t n = n_tokens - i < TILE_TOKENS ? n_tokens - i : TILE_TOKENS;
+    for (size_t row = row0; row < row1; row += TILE_ROWS) {
+      rows_by_tokens(t, p, type, row, row1 - row < TILE_ROWS ? row1 - row : TILE_ROWS, i, n);
     }
   }
 }
 
-#define PRODUCT(name, form, bias, full)                                                                           \
+#define PRODUCT(name, form, bias, full)                                                                          \
   X86 static void product_##name(const clb_fast_product *p, const clb_fast_type *type, size_t row0, size_t row1, \
-                                 size_t n_tokens) {                                                               \
-    const type_traits t = {form, bias, full, name##_scales, name##_codes};                                        \
-    product(t, p, type, row0, row1, n_tokens);                                                                    \
+                                 size_t n_tokens) {                                                              \
+    const type_traits t = {form, bias, full, name##_scales, name##_codes};                                       \
+    product(t, p, type, row0, row1, n_tokens);                                                                   \
   }
 
 PRODUCT(q4_0, CLB_FORM_PLAIN, 3, 0)
