@@ -14,6 +14,9 @@
 //
 // f32, f16 and bf16 weights, and the types that no fast kernel exists for (iq1, iq2, iq3, tq, nvfp4), are multiplied by
 // the exact kernels of blocks.h with f32 activations: kind CLB_FAST_X_NONE.
+//
+// Sources may start at any byte, quantized activations at multiples of 64. No function reads past the last byte of a
+// row. Nothing here allocates; the deepest function takes about 64 KiB of stack.
 #ifndef CLB_FAST_H
 #define CLB_FAST_H
 
