@@ -23,6 +23,19 @@ typedef enum {
   COLIBRI_CHECK_NEVER = 2,
 } colibri_check;
 
+typedef enum {
+  COLIBRI_EXACT = 0,
+  COLIBRI_FAST = 1,
+} colibri_precision;
+
+typedef enum {
+  COLIBRI_KV_DEFAULT = 0,
+  COLIBRI_KV_F32 = 1,
+  COLIBRI_KV_F16 = 2,
+  COLIBRI_KV_Q8_0 = 3,
+  COLIBRI_KV_Q4_0 = 4,
+} colibri_kv_type;
+
 typedef struct {
   size_t struct_bytes;
   uint32_t n_threads;
@@ -31,6 +44,9 @@ typedef struct {
   uint64_t batch_size;
   uint64_t expert_cache_bytes;
   colibri_check check;
+  colibri_precision precision;
+  colibri_kv_type kv_type;
+  uint64_t n_sequences;
 } colibri_options;
 
 void colibri_options_init(colibri_options *options);
@@ -67,12 +83,14 @@ typedef struct {
   uint64_t n_tokens;
   uint64_t top_k, max_experts;
   uint64_t context_length;
-  uint64_t ctx, batch_size;
+  uint64_t ctx, batch_size, n_sequences;
   uint32_t n_threads;
   int64_t bos_id;
   const uint64_t *eos_ids;
   size_t n_eos_ids;
   const char *kernels;
+  const char *precision;
+  const char *kv_type;
 } colibri_info;
 
 void colibri_get_info(const colibri_model *model, colibri_info *info);
@@ -89,13 +107,29 @@ colibri_status colibri_eval(colibri_model *model, const uint32_t *tokens, size_t
 colibri_status colibri_eval_start(colibri_model *model, const uint32_t *tokens, size_t n_tokens,
                                               float *logits, size_t n_logits);
 
+typedef struct {
+  uint32_t sequence;
+  const uint32_t *tokens;
+  size_t n_tokens;
+  float *logits;
+  size_t n_logits;
+} colibri_append;
+
+colibri_status colibri_eval_sequences(colibri_model *model, const colibri_append *appends,
+                                                  size_t n_appends);
+
+colibri_status colibri_eval_sequences_start(colibri_model *model, const colibri_append *appends,
+                                                        size_t n_appends);
+
 colibri_status colibri_wait(colibri_model *model, double seconds);
 
 void colibri_cancel(colibri_model *model);
 
 uint64_t colibri_position(const colibri_model *model);
+uint64_t colibri_sequence_position(const colibri_model *model, uint32_t sequence);
 
 colibri_status colibri_rewind(colibri_model *model, uint64_t position);
+colibri_status colibri_rewind_sequence(colibri_model *model, uint32_t sequence, uint64_t position);
 
 colibri_status colibri_sanity_check(colibri_model *model);
 

@@ -7,7 +7,7 @@ stops them between layers.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -20,6 +20,8 @@ from colibri_tools.native import ffi, lib
 
 __all__ = [
     "CHECK_MODES",
+    "KV_TYPES",
+    "PRECISIONS",
     "Engine",
     "EngineInfo",
     "Logits",
@@ -31,6 +33,8 @@ __all__ = [
 ]
 
 CHECK_MODES = ("always", "first", "never")
+PRECISIONS = ("exact", "fast")
+KV_TYPES = ("f32", "f16", "q8_0", "q4_0")
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 Path: TypeAlias = "str | os.PathLike[str]"
@@ -73,10 +77,13 @@ class EngineInfo:
     context_length: int
     ctx: int
     batch_size: int
+    n_sequences: int
     n_threads: int
     bos_id: int
     eos_ids: tuple[int, ...]
     kernels: str
+    precision: str
+    kv_type: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +151,16 @@ def estimate(path: Path, **options: Any) -> Memory:
 
 
 class Engine:
-    """An open container and one sequence of tokens.
+    """An open container and a sequence of tokens, or several.
 
     `expert_cache` is in bytes; None takes half of the memory that is left, at most all experts.
-    `ctx` None is the smaller of 4096 and the model's context length. `check` is when checksums
-    are compared: resident tensors and the embedding at open, expert blocks at their "first" read
-    or "always"; or "never" anything but metadata. One thread at a time uses an engine, but for
-    `cancel`. Raises FormatError, JobError or UsageError.
+    `ctx` None is the smaller of 4096 and the model's context length; each of `sequences` has as
+    many positions. `check` is when checksums are compared: resident tensors and the embedding at
+    open, expert blocks at their "first" read or "always"; or "never" anything but metadata.
+    `precision` "fast" quantizes activations where weights are; "exact" computes in float32.
+    `kv_type` is how keys and values are kept: one of `KV_TYPES`; None is f32 in exact and f16 in
+    fast precision. One thread at a time uses an engine, but for `cancel`. Raises FormatError,
+    JobError or UsageError.
     """
 
     def __init__(
@@ -163,6 +173,9 @@ class Engine:
         batch_size: int | None = None,
         io_threads: int = 0,
         check: str = "first",
+        precision: str = "exact",
+        kv_type: str | None = None,
+        sequences: int = 1,
     ) -> None:
         self.path = path
         self._model: Any = None
@@ -178,6 +191,9 @@ class Engine:
             batch_size=batch_size,
             io_threads=io_threads,
             check=check,
+            precision=precision,
+            kv_type=kv_type,
+            sequences=sequences,
         )
         model, text = ffi.new("colibri_model **"), _error_buffer()
         status = lib.colibri_open(os.fsencode(path), options, model, text, len(text))
@@ -207,8 +223,12 @@ class Engine:
 
     @property
     def position(self) -> int:
-        """Tokens in the sequence."""
+        """Tokens in the sequence; of several, in the first."""
         return int(lib.colibri_position(self._handle()))
+
+    def position_of(self, sequence: int) -> int:
+        """Tokens in one of several sequences."""
+        return int(lib.colibri_sequence_position(self._handle(), self._sequence(sequence)))
 
     def forward(self, tokens: Sequence[int], *, trace: bool = False) -> Logits:
         """Evaluate a new sequence; return the logits of every position, float32 [n, vocab].
@@ -247,10 +267,62 @@ class Engine:
             self._eval_in_thread(ids, len(tokens), n_logits)
         return logits
 
+    def forward_many(self, texts: Sequence[Sequence[int]]) -> list[Logits]:
+        """Evaluate a new sequence for each of `texts`, at most `sequences` of them, together.
+
+        Returns the logits of every position of each, float32 [n, vocab], the same bits as
+        `forward` gives. Every distinct expert of a batch is read once for all of them.
+        """
+        for sequence in range(len(texts)):
+            self.rewind(0, sequence)
+        return self.eval_many(dict(enumerate(texts)), [len(tokens) for tokens in texts])
+
+    def eval_many(
+        self, tokens: Mapping[int, Sequence[int]], n_logits: int | Sequence[int] = 1
+    ) -> list[Logits]:
+        """Append tokens to several sequences, given by number, together.
+
+        Returns, for each in the order of `tokens`, the logits of its last `n_logits` positions,
+        float32 [n_logits, vocab]. Raises as `eval` does; all sequences are then as before.
+        """
+        model, vocab = self._handle(), self.info.vocab_size
+        counts = [n_logits] * len(tokens) if isinstance(n_logits, int) else list(n_logits)
+        if len(counts) != len(tokens):
+            raise UsageError(f"n_logits: expected {len(tokens)} numbers, found {len(counts)}")
+        logits = np.empty((sum(counts), vocab), np.float32)
+        # One array, so that the output head is read once; kept here as in `eval`.
+        self._target = ffi.from_buffer("float[]", logits)
+        appends, arrays, at = ffi.new("colibri_append[]", max(len(tokens), 1)), [], 0
+        for append, (number, ids), count in zip(appends, tokens.items(), counts, strict=False):
+            arrays.append(self._ids(ids))
+            append.sequence = self._sequence(number)
+            append.tokens, append.n_tokens = arrays[-1], len(ids)
+            append.logits, append.n_logits = self._target + at * vocab, count
+            at += count
+        if sum(len(ids) for ids in tokens.values()) <= self.info.n_sequences:
+            self._call(lib.colibri_eval_sequences, appends, len(tokens))
+        else:
+            self._in_thread(
+                model, lambda: self._call(lib.colibri_eval_sequences_start, appends, len(tokens))
+            )
+        return np.split(logits, np.cumsum(counts)[:-1])
+
+    def _sequence(self, number: int) -> int:
+        if 0 <= number < self.info.n_sequences:
+            return number
+        raise UsageError(
+            f"sequence {number}: this engine was opened for {self.info.n_sequences}"
+        )
+
     def _eval_in_thread(self, ids: Any, n_tokens: int, n_logits: int) -> None:
-        model = self._handle()
+        self._in_thread(
+            self._handle(),
+            lambda: self._call(lib.colibri_eval_start, ids, n_tokens, self._target, n_logits),
+        )
+
+    def _in_thread(self, model: Any, start: Callable[[], None]) -> None:
         try:
-            self._call(lib.colibri_eval_start, ids, n_tokens, self._target, n_logits)
+            start()
             while (status := lib.colibri_wait(model, _POLL_SECONDS)) == lib.COLIBRI_BUSY:
                 pass
         except BaseException:
@@ -261,19 +333,22 @@ class Engine:
 
     def check_tokens(self, tokens: Sequence[int]) -> Any:
         """Return tokens as a C array. Raises UsageError if they cannot be appended now."""
+        ids = self._ids(tokens)
+        self._call(lib.colibri_check_input, ids, len(tokens))
+        return ids
+
+    def _ids(self, tokens: Sequence[int]) -> Any:
         for i, token in enumerate(tokens):
             if not 0 <= token < self.info.vocab_size:
                 raise UsageError(
                     f"token {i} of the input is {token}; this model's ids are 0 to "
                     f"{self.info.vocab_size - 1}"
                 )
-        ids = ffi.new("uint32_t[]", list(tokens))
-        self._call(lib.colibri_check_input, ids, len(tokens))
-        return ids
+        return ffi.new("uint32_t[]", list(tokens))
 
-    def rewind(self, position: int) -> None:
-        """Forget the tokens from `position` on."""
-        self._call(lib.colibri_rewind, position)
+    def rewind(self, position: int, sequence: int = 0) -> None:
+        """Forget the tokens of a sequence from `position` on."""
+        self._call(lib.colibri_rewind_sequence, self._sequence(sequence), position)
 
     def cancel(self) -> None:
         """End a running evaluation; it raises KeyboardInterrupt. For other threads."""
@@ -313,7 +388,8 @@ class Engine:
         c = ffi.new("colibri_info *")
         lib.colibri_get_info(self._model, c)
         values = _fields(EngineInfo, c, but=("eos_ids",))
-        values["kernels"] = _text(c.kernels)
+        for name in ("kernels", "precision", "kv_type"):
+            values[name] = _text(values[name])
         return EngineInfo(**values, eos_ids=tuple(c.eos_ids[i] for i in range(c.n_eos_ids)))
 
 
@@ -360,6 +436,9 @@ def _options(
     batch_size: int | None = None,
     io_threads: int = 0,
     check: str = "first",
+    precision: str = "exact",
+    kv_type: str | None = None,
+    sequences: int = 1,
 ) -> Any:
     options = ffi.new("colibri_options *")
     lib.colibri_options_init(options)
@@ -370,14 +449,18 @@ def _options(
     options.batch_size = 0 if batch_size is None else _bounded("batch-size", batch_size, 1)
     if expert_cache is not None:
         options.expert_cache_bytes = _bounded("expert-cache", expert_cache, 1)
-    options.check = _check_mode(check)
+    options.check = _choice("check", "CHECK_", CHECK_MODES, check)
+    options.precision = _choice("precision", "", PRECISIONS, precision)
+    if kv_type is not None:
+        options.kv_type = _choice("kv-type", "KV_", KV_TYPES, kv_type)
+    options.n_sequences = _bounded("sequences", sequences, 1)
     return options
 
 
-def _check_mode(name: str) -> int:
-    if name not in CHECK_MODES:
-        raise UsageError(f"check: expected {', '.join(CHECK_MODES)}, found {quote(name)}")
-    return int(getattr(lib, f"COLIBRI_CHECK_{name.upper()}"))
+def _choice(option: str, prefix: str, names: tuple[str, ...], name: str) -> int:
+    if name not in names:
+        raise UsageError(f"{option}: expected {', '.join(names)}, found {quote(name)}")
+    return int(getattr(lib, f"COLIBRI_{prefix}{name.upper()}"))
 
 
 def _bounded(name: str, value: int, least: int) -> int:

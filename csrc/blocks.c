@@ -558,6 +558,13 @@ void clb_scalar_axpy(float *dst, const float *src, float scale, size_t n) {
   for (size_t i = 0; i < n; i++) dst[i] = fmaf(scale, src[i], dst[i]);
 }
 
+void clb_scalar_mix(float *dst, size_t ld_dst, const float *scale, size_t ld_scale, const float *src, size_t n,
+                    size_t n_dst, size_t d) {
+  for (size_t m = 0; m < n_dst; m++) {
+    for (size_t i = 0; i < n; i++) clb_scalar_axpy(dst + m * ld_dst, src + i * d, scale[m * ld_scale + i], d);
+  }
+}
+
 // See CLB_EXP_LO in blocks_internal.h for the steps. The clamp lets NaN through.
 static float exp_one(float x) {
   x = x < CLB_EXP_LO ? CLB_EXP_LO : x;
@@ -616,6 +623,7 @@ static const clb_kernels scalar_kernels = {
     .dot = scalar_dot,
     .sum = clb_scalar_sum,
     .axpy = clb_scalar_axpy,
+    .mix = clb_scalar_mix,
     .exp = clb_scalar_exp,
     .silu_mul = clb_scalar_silu_mul,
     .to_f16 = clb_scalar_to_f16,
@@ -806,6 +814,11 @@ float clb_sum_f32(const clb_kernels *k, const float *a, size_t n) {
 
 void clb_axpy_f32(const clb_kernels *k, float *dst, const float *src, float scale, size_t n) {
   k->axpy(dst, src, scale, n);
+}
+
+void clb_mix_f32(const clb_kernels *k, float *dst, size_t ld_dst, const float *scale, size_t ld_scale, const float *src,
+                 size_t n, size_t n_dst, size_t d) {
+  k->mix(dst, ld_dst, scale, ld_scale, src, n, n_dst, d);
 }
 
 void clb_exp_f32(const clb_kernels *k, float *dst, const float *src, float shift, size_t n) {

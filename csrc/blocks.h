@@ -139,6 +139,11 @@ float clb_sum_f32(const clb_kernels *k, const float *a, size_t n);
 // dst[i] = fma(scale, src[i], dst[i])
 void clb_axpy_f32(const clb_kernels *k, float *dst, const float *src, float scale, size_t n);
 
+// dst[m, :] += scale[m, i] * src[i, :] for i = 0, 1, .. n - 1: what n calls of axpy for each of n_dst rows would do.
+//   dst [n_dst, d], ld_dst floats apart; scale [n_dst, n], ld_scale floats apart; src [n, d]
+void clb_mix_f32(const clb_kernels *k, float *dst, size_t ld_dst, const float *scale, size_t ld_scale, const float *src,
+                 size_t n, size_t n_dst, size_t d);
+
 // dst[i] = exp(src[i] - shift), less than 1.1 ulp from the exponential of the rounded difference; subnormal results are
 // kept, overflow is +inf, NaN stays NaN. With shift = the maximum, this is the numerator of softmax.
 void clb_exp_f32(const clb_kernels *k, float *dst, const float *src, float shift, size_t n);

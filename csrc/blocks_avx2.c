@@ -717,6 +717,46 @@ AVX2 static void axpy(float *dst, const float *src, float scale, size_t n) {
   for (; i < n; i++) dst[i] = fmaf(scale, src[i], dst[i]);
 }
 
+// 16 columns of n_dst rows stay in registers while the rows of src go by.
+INLINE void mix_tile(int n_dst, float *dst, size_t ld_dst, const float *scale, size_t ld_scale, const float *src,
+                     size_t n, size_t d) {
+  __m256 a[4][2];
+  UNROLL for (int m = 0; m < n_dst; m++) {
+    a[m][0] = _mm256_loadu_ps(dst + (size_t)m * ld_dst);
+    a[m][1] = _mm256_loadu_ps(dst + (size_t)m * ld_dst + 8);
+  }
+  for (size_t i = 0; i < n; i++) {
+    const __m256 v0 = _mm256_loadu_ps(src + i * d), v1 = _mm256_loadu_ps(src + i * d + 8);
+    UNROLL for (int m = 0; m < n_dst; m++) {
+      const __m256 factor = _mm256_broadcast_ss(scale + (size_t)m * ld_scale + i);
+      a[m][0] = _mm256_fmadd_ps(factor, v0, a[m][0]);
+      a[m][1] = _mm256_fmadd_ps(factor, v1, a[m][1]);
+    }
+  }
+  UNROLL for (int m = 0; m < n_dst; m++) {
+    _mm256_storeu_ps(dst + (size_t)m * ld_dst, a[m][0]);
+    _mm256_storeu_ps(dst + (size_t)m * ld_dst + 8, a[m][1]);
+  }
+}
+
+AVX2 static void mix(float *dst, size_t ld_dst, const float *scale, size_t ld_scale, const float *src, size_t n,
+                     size_t n_dst, size_t d) {
+  const size_t whole = d / 16 * 16;
+  for (size_t j = 0; j < whole; j += 16) {
+    size_t m = 0;
+    for (; m + 4 <= n_dst; m += 4) {
+      mix_tile(4, dst + m * ld_dst + j, ld_dst, scale + m * ld_scale, ld_scale, src + j, n, d);
+    }
+    for (; m < n_dst; m++) mix_tile(1, dst + m * ld_dst + j, ld_dst, scale + m * ld_scale, ld_scale, src + j, n, d);
+  }
+  if (whole == d) return;
+  for (size_t m = 0; m < n_dst; m++) {
+    for (size_t i = 0; i < n; i++) {
+      axpy(dst + m * ld_dst + whole, src + i * d + whole, scale[m * ld_scale + i], d - whole);
+    }
+  }
+}
+
 // See CLB_EXP_LO in blocks_internal.h. min and max return their second operand when one is NaN.
 INLINE __m256 exp_8(__m256 x) {
   x = _mm256_max_ps(_mm256_set1_ps(CLB_EXP_LO), x);
@@ -835,6 +875,7 @@ static const clb_kernels avx2_kernels = {
     .dot = dot,
     .sum = sum,
     .axpy = axpy,
+    .mix = mix,
     .exp = vector_exp,
     .silu_mul = silu_mul,
     .to_f16 = to_f16,

@@ -41,6 +41,8 @@ struct clb_kernels {
   float (*dot)(const float *a, const float *b, size_t n);
   float (*sum)(const float *a, size_t n);
   void (*axpy)(float *dst, const float *src, float scale, size_t n);
+  void (*mix)(float *dst, size_t ld_dst, const float *scale, size_t ld_scale, const float *src, size_t n, size_t n_dst,
+              size_t d);
   void (*exp)(float *dst, const float *src, float shift, size_t n);
   void (*silu_mul)(float *dst, const float *gate, const float *up, size_t n);
   void (*to_f16)(uint16_t *dst, const float *src, size_t n);
@@ -60,6 +62,8 @@ float clb_reduce_lanes(const float p[CLB_LANES]);
 // Scalar kernels that compile into good code for every CPU.
 float clb_scalar_sum(const float *a, size_t n);
 void clb_scalar_axpy(float *dst, const float *src, float scale, size_t n);
+void clb_scalar_mix(float *dst, size_t ld_dst, const float *scale, size_t ld_scale, const float *src, size_t n,
+                    size_t n_dst, size_t d);
 void clb_scalar_exp(float *dst, const float *src, float shift, size_t n);
 void clb_scalar_silu_mul(float *dst, const float *gate, const float *up, size_t n);
 void clb_scalar_to_f16(uint16_t *dst, const float *src, size_t n);

@@ -384,6 +384,7 @@ static const clb_kernels neon_kernels = {
     .dot = dot,
     .sum = clb_scalar_sum,
     .axpy = clb_scalar_axpy,
+    .mix = clb_scalar_mix,
     .exp = clb_scalar_exp,
     .silu_mul = clb_scalar_silu_mul,
     .to_f16 = clb_scalar_to_f16,

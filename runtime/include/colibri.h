@@ -1,14 +1,15 @@
 /* libcolibri: executes a `model.colibri` container, reading experts on demand.
  *
- * A model handle holds one sequence: colibri_eval appends tokens to it and gives logits. The library never prints,
+ * A model handle holds a sequence: colibri_eval appends tokens to it and gives logits. It may hold several, which are
+ * then evaluated together: see colibri_eval_sequences. The library never prints,
  * exits, aborts or reads the environment, and has no global state: any number of handles work side by side in one
  * process. One handle is used by one thread at a time; only colibri_cancel and colibri_wait may come from others.
  *
  * All large memory is planned and taken by colibri_open: resident tensors, keys and values (KV), the expert cache, and
  * scratch. What it will be is known beforehand from colibri_estimate.
  *
- * Precision is exact: f32 activations, sums and KV. Logits are bit-identical for every cache size, number of threads
- * and way of cutting a prompt into batches, on one instruction set.
+ * Logits are bit-identical for every cache size, number of threads, way of cutting a prompt into batches and other
+ * sequences beside, in one precision and KV type and on one instruction set.
  *
  *     colibri_options options;
  *     colibri_options_init(&options);
@@ -77,6 +78,25 @@ typedef enum {
   COLIBRI_CHECK_NEVER = 2,
 } colibri_check;
 
+/* How products with weights are computed.
+ *
+ *   COLIBRI_EXACT  f32 activations and sums, whatever the weights' type
+ *   COLIBRI_FAST   activations are quantized to 8 bits, in blocks of 32, where the weights are quantized; the router,
+ *                  norms and attention stay f32 */
+typedef enum {
+  COLIBRI_EXACT = 0,
+  COLIBRI_FAST = 1,
+} colibri_precision;
+
+/* How keys and values are kept. Q8_0 and Q4_0 need heads of a multiple of 32. */
+typedef enum {
+  COLIBRI_KV_DEFAULT = 0, /* F32 in exact precision, F16 in fast */
+  COLIBRI_KV_F32 = 1,
+  COLIBRI_KV_F16 = 2,
+  COLIBRI_KV_Q8_0 = 3,
+  COLIBRI_KV_Q4_0 = 4,
+} colibri_kv_type;
+
 typedef struct {
   size_t struct_bytes;         /* set by colibri_options_init */
   uint32_t n_threads;          /* compute threads; 0: one per available CPU */
@@ -85,6 +105,9 @@ typedef struct {
   uint64_t batch_size;         /* tokens evaluated at once; 0: 256 */
   uint64_t expert_cache_bytes; /* 0: the smaller of all experts and half of the available memory */
   colibri_check check;
+  colibri_precision precision;
+  colibri_kv_type kv_type;
+  uint64_t n_sequences; /* independent sequences, each with its own KV of ctx positions; 0: 1 */
 } colibri_options;
 
 COLIBRI_API void colibri_options_init(colibri_options *options);
@@ -129,12 +152,14 @@ typedef struct {
   uint64_t n_tokens;   /* ids the tokenizer can make; ids from here on are never sampled */
   uint64_t top_k, max_experts;
   uint64_t context_length; /* the model's own limit */
-  uint64_t ctx, batch_size;
+  uint64_t ctx, batch_size, n_sequences;
   uint32_t n_threads;
   int64_t bos_id; /* -1: none */
   const uint64_t *eos_ids;
   size_t n_eos_ids;
-  const char *kernels; /* "scalar", "avx2", "neon" */
+  const char *kernels;   /* "scalar", "avx2", "neon" */
+  const char *precision; /* "exact", "fast" */
+  const char *kv_type;   /* "f32", "f16", "q8_0", "q4_0" */
 } colibri_info;
 
 /* Pointers in it live as long as the model. */
@@ -161,25 +186,46 @@ COLIBRI_API colibri_status colibri_eval(colibri_model *model, const uint32_t *to
 COLIBRI_API colibri_status colibri_eval_start(colibri_model *model, const uint32_t *tokens, size_t n_tokens,
                                               float *logits, size_t n_logits);
 
-/* Waits for what colibri_eval_start started: its status, or COLIBRI_BUSY after `seconds` (< 0: waits for ever). */
+/* Tokens to append to one sequence, and where its logits go, as colibri_eval takes them. */
+typedef struct {
+  uint32_t sequence; /* below n_sequences, and named once in a call */
+  const uint32_t *tokens;
+  size_t n_tokens;
+  float *logits;
+  size_t n_logits;
+} colibri_append;
+
+/* Appends to several sequences at once: tokens of all of them are evaluated in the same batches, and every distinct
+ * expert of a batch is read once. A sequence gets the bits it would get by itself. colibri_eval is this with sequence
+ * 0. Logits of one append that follow those of the one before in memory save a pass over the output head. */
+COLIBRI_API colibri_status colibri_eval_sequences(colibri_model *model, const colibri_append *appends,
+                                                  size_t n_appends);
+
+/* The same in a thread of the model. */
+COLIBRI_API colibri_status colibri_eval_sequences_start(colibri_model *model, const colibri_append *appends,
+                                                        size_t n_appends);
+
+/* Waits for what colibri_eval_start or colibri_eval_sequences_start started: its status, or COLIBRI_BUSY after `seconds` (< 0: waits for ever). */
 COLIBRI_API colibri_status colibri_wait(colibri_model *model, double seconds);
 
 /* Ends the running evaluation at its next layer: it returns COLIBRI_CANCELLED. Without one it does nothing.
  * May be called from any thread, and from a signal handler. */
 COLIBRI_API void colibri_cancel(colibri_model *model);
 
-/* Tokens in the sequence. */
+/* Tokens in the sequence: in sequence 0, or in any; 0 for one that does not exist. */
 COLIBRI_API uint64_t colibri_position(const colibri_model *model);
+COLIBRI_API uint64_t colibri_sequence_position(const colibri_model *model, uint32_t sequence);
 
 /* Forgets the tokens from `position` on. COLIBRI_ERROR_ARGUMENT beyond the end. */
 COLIBRI_API colibri_status colibri_rewind(colibri_model *model, uint64_t position);
+COLIBRI_API colibri_status colibri_rewind_sequence(colibri_model *model, uint32_t sequence, uint64_t position);
 
 /* Evaluates one token by itself and looks that all logits are finite and not all equal; then rewinds. */
 COLIBRI_API colibri_status colibri_sanity_check(colibri_model *model);
 
 /* From now on the router's choices at positions below n_positions are written, for MoE layer i (in order of layers)
  * and position p, at [(i * n_positions + p) * top_k + slot]. Slots are in the router's order, best first.
- * experts == NULL stops it. */
+ * experts == NULL stops it. Of several sequences, 0 is the one that is traced. */
 COLIBRI_API colibri_status colibri_trace(colibri_model *model, uint32_t *experts, float *weights, size_t n_positions);
 
 /* -------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 // A chunk starts at a multiple of CLB_ATTENTION_CHUNK and gives, for one head, its largest score m, its sum of
 // exp(score - m) and the sum of values weighted so. The chunks of a position are combined in ascending order. As this
 // depends on the position alone, results do not depend on batches or threads.
+//
+// A prompt is computed by tiles of consecutive positions, which share the reading of keys and the decoding of values.
 #include <math.h>
 #include <string.h>
 
@@ -13,13 +15,24 @@ enum { MIN_SHARED_PRODUCTS = 1 << 17 };
 
 typedef struct {
   clb_engine *engine;
-  const float *keys, *values;  // of the layer, [n_kv_heads, ctx, head_dim]
-  size_t window, n_tokens, position;
-  size_t group, head_dim;  // query heads that share a key head
-  size_t units_per_task;
+  const clb_batch *batch;
+  size_t layer, window;
+  size_t group, head_dim;  // group: query heads that share a key head
 } attention_job;
 
-// A head's sum over some chunks lies in memory as output[head_dim], then maximum, then sum.
+// Consecutive positions of a sequence and one key head.
+typedef struct {
+  const uint8_t *keys, *values;  // of the key head, from position 0
+  size_t token, position, n;     // token: of the batch
+  size_t kv_head;
+} tile;
+
+typedef struct {
+  size_t begin, end;
+} range;
+
+// A head's sum over some chunks lies in memory as output[head_dim], then maximum, then sum. A sum of 0 tells that no
+// position was seen: otherwise the largest score adds 1.
 static size_t stride(const attention_job *job) {
   return job->head_dim + 2;
 }
@@ -29,36 +42,106 @@ static size_t first_visible(const attention_job *job, size_t position) {
   return job->window > 0 && position >= job->window ? position - job->window + 1 : 0;
 }
 
-// The heads of one key head over one chunk, for one position. q [group, head_dim], out [group, head_dim + 2].
-static void attend_chunk(const attention_job *job, size_t kv_head, size_t chunk, size_t position, const float *q,
-                         float *scores, float *out) {
+// What `position` sees of [begin, end).
+static range visible(const attention_job *job, size_t position, range within) {
+  const size_t first = first_visible(job, position), last = position + 1;
+  if (within.begin < first) within.begin = first;
+  if (within.end > last) within.end = last;
+  if (within.end < within.begin) within.end = within.begin;
+  return within;
+}
+
+static tile make_tile(const attention_job *job, size_t token, size_t n, size_t kv_head) {
   const clb_engine *e = job->engine;
-  const size_t d = job->head_dim;
-  size_t begin = chunk * CLB_ATTENTION_CHUNK, end = begin + CLB_ATTENTION_CHUNK;
-  if (begin < first_visible(job, position)) begin = first_visible(job, position);
-  if (end > position + 1) end = position + 1;
-  const size_t n = end - begin;
-  const float *keys = job->keys + (kv_head * e->ctx + begin) * d;
-  const float *values = job->values + (kv_head * e->ctx + begin) * d;
-  clb_matmul_rows(e->kernels, CLB_F32, keys, d * sizeof(float), d, 0, n, q, d, job->group, scores, CLB_ATTENTION_CHUNK);
+  const size_t at = clb_kv_offset(e, job->layer, e->scratch.sequence[token], kv_head);
+  return (tile){.keys = e->kv.keys + at,
+                .values = e->kv.values + at,
+                .token = token,
+                .position = e->scratch.position[token],
+                .n = n,
+                .kv_head = kv_head};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// One chunk
+
+// Values of [begin, end), [end - begin, head_dim].
+static const float *values_of(const attention_job *job, const tile *t, range r, size_t worker) {
+  const clb_engine *e = job->engine;
+  const uint8_t *rows = t->values + r.begin * e->kv.row_bytes;
+  if (e->kv.type == CLB_F32) return (const float *)(const void *)rows;
+  float *to = e->scratch.values + worker * CLB_ATTENTION_CHUNK * job->head_dim;
+  clb_dequantize_with(e->kernels, e->kv.type, rows, to, (r.end - r.begin) * job->head_dim);
+  return to;
+}
+
+// Makes weights of scores[n], in place, and notes their maximum and sum behind the output.
+static void weigh(const attention_job *job, float *s, size_t n, float *out) {
+  const clb_engine *e = job->engine;
   const float scale = (float)e->graph.attention_scale;
-  for (size_t h = 0; h < job->group; h++) {
-    float *s = scores + h * CLB_ATTENTION_CHUNK, *o = out + h * stride(job);
-    float max = -INFINITY;
-    for (size_t i = 0; i < n; i++) {
-      s[i] *= scale;
-      if (s[i] > max) max = s[i];
-    }
-    clb_exp_f32(e->kernels, s, s, max, n);
-    memset(o, 0, d * sizeof *o);
-    for (size_t i = 0; i < n; i++) clb_axpy_f32(e->kernels, o, values + i * d, s[i], d);
-    o[d] = max;
-    o[d + 1] = clb_sum_f32(e->kernels, s, n);
+  float max = -INFINITY;
+  for (size_t i = 0; i < n; i++) {
+    s[i] *= scale;
+    if (s[i] > max) max = s[i];
   }
+  clb_exp_f32(e->kernels, s, s, max, n);
+  memset(out, 0, job->head_dim * sizeof *out);
+  out[job->head_dim] = max;
+  out[job->head_dim + 1] = n > 0 ? clb_sum_f32(e->kernels, s, n) : 0;
+}
+
+// Adds to each query's output the values it sees, in order of positions. What all queries see is done for all at once.
+static void add_values(const attention_job *job, const tile *t, range chunk, const float *scores, const float *values,
+                       float *out) {
+  const clb_kernels *k = job->engine->kernels;
+  const size_t d = job->head_dim, n_queries = t->n * job->group;
+  range common = {visible(job, t->position + t->n - 1, chunk).begin, visible(job, t->position, chunk).end};
+  if (common.begin > chunk.end) common.begin = chunk.end;
+  if (common.end < common.begin) common.end = common.begin;
+  for (size_t q = 0; q < n_queries; q++) {
+    const range r = visible(job, t->position + q / job->group, chunk);
+    for (size_t i = r.begin; i < r.end && i < common.begin; i++) {
+      clb_axpy_f32(k, out + q * stride(job), values + (i - chunk.begin) * d,
+                   scores[q * CLB_ATTENTION_CHUNK + i - chunk.begin], d);
+    }
+  }
+  const size_t skipped = common.begin - chunk.begin;
+  clb_mix_f32(k, out, stride(job), scores + skipped, CLB_ATTENTION_CHUNK, values + skipped * d, common.end - common.begin,
+              n_queries, d);
+  for (size_t q = 0; q < n_queries; q++) {
+    const range r = visible(job, t->position + q / job->group, chunk);
+    for (size_t i = r.begin > common.end ? r.begin : common.end; i < r.end; i++) {
+      clb_axpy_f32(k, out + q * stride(job), values + (i - chunk.begin) * d,
+                   scores[q * CLB_ATTENTION_CHUNK + i - chunk.begin], d);
+    }
+  }
+}
+
+// A tile over one chunk. q [n, group, head_dim], out [n, group, head_dim + 2].
+static void attend_chunk(const attention_job *job, const tile *t, size_t chunk, const float *q, size_t worker,
+                         float *out) {
+  const clb_engine *e = job->engine;
+  const size_t last = t->position + t->n - 1, n_queries = t->n * job->group;
+  float *scores = e->scratch.scores + worker * CLB_ATTENTION_TILE * job->group * CLB_ATTENTION_CHUNK;
+  range r = {chunk * CLB_ATTENTION_CHUNK, (chunk + 1) * CLB_ATTENTION_CHUNK};
+  if (r.begin < first_visible(job, t->position)) r.begin = first_visible(job, t->position);
+  if (r.end > last + 1) r.end = last + 1;
+  clb_matmul_rows(e->kernels, e->kv.type, t->keys + r.begin * e->kv.row_bytes, e->kv.row_bytes, job->head_dim, 0,
+                  r.end - r.begin, q, job->head_dim, n_queries, scores, CLB_ATTENTION_CHUNK);
+  for (size_t i = 0; i < n_queries; i++) {
+    const range seen = visible(job, t->position + i / job->group, r);
+    weigh(job, scores + i * CLB_ATTENTION_CHUNK + (seen.begin - r.begin), seen.end - seen.begin, out + i * stride(job));
+  }
+  add_values(job, t, r, scores, values_of(job, t, r, worker), out);
 }
 
 // total += part, for one head
 static void combine(float *total, const float *part, size_t d) {
+  if (part[d + 1] == 0) return;
+  if (total[d + 1] == 0) {
+    memcpy(total, part, (d + 2) * sizeof *total);
+    return;
+  }
   const float max = total[d] > part[d] ? total[d] : part[d];
   const float a = (float)exp((double)total[d] - (double)max), b = (float)exp((double)part[d] - (double)max);
   for (size_t i = 0; i < d; i++) total[i] = total[i] * a + part[i] * b;
@@ -70,47 +153,73 @@ static void finish(float *attended, const float *total, size_t d) {
   for (size_t i = 0; i < d; i++) attended[i] = total[i] / total[d + 1];
 }
 
-// All chunks of one (token, key head), in scratch of the thread.
-static void attend_unit(const attention_job *job, size_t unit, size_t worker) {
-  const clb_engine *e = job->engine;
-  const size_t d = job->head_dim, heads = job->group;
-  const size_t kv_head = unit / job->n_tokens, token = unit % job->n_tokens, position = job->position + token;
-  const size_t offset = (token * e->graph.n_heads + kv_head * heads) * d;
-  float *scores = e->scratch.scores + worker * heads * CLB_ATTENTION_CHUNK;
-  // Two accumulators of a group of heads; there are at least two groups' room per thread (see load.c).
-  float *total = e->scratch.partial + worker * 2 * heads * stride(job), *part = total + heads * stride(job);
-  const size_t first = first_visible(job, position) / CLB_ATTENTION_CHUNK, last = position / CLB_ATTENTION_CHUNK;
-  attend_chunk(job, kv_head, first, position, e->scratch.q + offset, scores, total);
-  for (size_t chunk = first + 1; chunk <= last; chunk++) {
-    attend_chunk(job, kv_head, chunk, position, e->scratch.q + offset, scores, part);
-    for (size_t h = 0; h < heads; h++) combine(total + h * stride(job), part + h * stride(job), d);
-  }
-  for (size_t h = 0; h < heads; h++) finish(e->scratch.attended + offset + h * d, total + h * stride(job), d);
+// ---------------------------------------------------------------------------------------------------------------------
+// All chunks
+
+// Where the heads of a token that share a key head are, in scratch.q and scratch.attended.
+static size_t heads_at(const attention_job *job, size_t token, size_t kv_head) {
+  return (token * job->engine->graph.n_heads + kv_head * job->group) * job->head_dim;
 }
 
-static void units_task(void *context, size_t task, size_t worker) {
+// All chunks of a tile, in scratch of the thread.
+static void attend_tile(const attention_job *job, const tile *t, size_t worker) {
+  const clb_scratch *s = &job->engine->scratch;
+  const size_t d = job->head_dim, heads = job->group, most = CLB_ATTENTION_TILE * heads;
+  float *queries = s->queries + worker * most * d;
+  float *total = s->partial + worker * 2 * most * stride(job), *part = total + most * stride(job);
+  for (size_t i = 0; i < t->n; i++) {
+    memcpy(queries + i * heads * d, s->q + heads_at(job, t->token + i, t->kv_head), heads * d * sizeof *queries);
+  }
+  const size_t first = first_visible(job, t->position) / CLB_ATTENTION_CHUNK;
+  const size_t last = (t->position + t->n - 1) / CLB_ATTENTION_CHUNK;
+  attend_chunk(job, t, first, queries, worker, total);
+  for (size_t chunk = first + 1; chunk <= last; chunk++) {
+    attend_chunk(job, t, chunk, queries, worker, part);
+    for (size_t h = 0; h < t->n * heads; h++) combine(total + h * stride(job), part + h * stride(job), d);
+  }
+  for (size_t h = 0; h < t->n * heads; h++) {
+    float *to = s->attended.x + heads_at(job, t->token + h / heads, t->kv_head) + h % heads * d;
+    finish(to, total + h * stride(job), d);
+  }
+}
+
+static size_t tiles_of(const clb_span *span) {
+  return (span->n_tokens + CLB_ATTENTION_TILE - 1) / CLB_ATTENTION_TILE;
+}
+
+// Tiles of all spans, times key heads. The last tiles of a long span take longest, so they come first.
+static void tile_task(void *context, size_t task, size_t worker) {
   const attention_job *job = context;
-  size_t end = (task + 1) * job->units_per_task, n_units = job->n_tokens * job->engine->graph.n_kv_heads;
-  for (size_t unit = task * job->units_per_task; unit < end && unit < n_units; unit++) attend_unit(job, unit, worker);
+  const size_t n_kv = job->engine->graph.n_kv_heads;
+  const clb_span *span = job->batch->spans;
+  size_t index = task / n_kv, token = 0;
+  for (; index >= tiles_of(span); span++) {
+    index -= tiles_of(span);
+    token += span->n_tokens;
+  }
+  const size_t first = (tiles_of(span) - 1 - index) * CLB_ATTENTION_TILE, left = span->n_tokens - first;
+  const tile t =
+      make_tile(job, token + first, left < CLB_ATTENTION_TILE ? left : CLB_ATTENTION_TILE, task % n_kv);
+  attend_tile(job, &t, worker);
 }
 
 // One token with several chunks: a task is a (chunk, key head), the results are combined afterwards.
 static void chunk_task(void *context, size_t task, size_t worker) {
   const attention_job *job = context;
   const clb_engine *e = job->engine;
-  const size_t n_kv = e->graph.n_kv_heads, kv_head = task % n_kv, index = task / n_kv;
-  const size_t chunk = first_visible(job, job->position) / CLB_ATTENTION_CHUNK + index;
-  attend_chunk(job, kv_head, chunk, job->position, e->scratch.q + kv_head * job->group * job->head_dim,
-               e->scratch.scores + worker * job->group * CLB_ATTENTION_CHUNK,
-               e->scratch.partial + (index * e->graph.n_heads + kv_head * job->group) * stride(job));
+  const size_t n_kv = e->graph.n_kv_heads, index = task / n_kv;
+  const tile t = make_tile(job, 0, 1, task % n_kv);
+  const size_t chunk = first_visible(job, t.position) / CLB_ATTENTION_CHUNK + index;
+  attend_chunk(job, &t, chunk, e->scratch.q + heads_at(job, 0, t.kv_head), worker,
+               e->scratch.partial + (index * e->graph.n_heads + t.kv_head * job->group) * stride(job));
 }
 
 static void attend_one_token(attention_job *job) {
   clb_engine *e = job->engine;
-  const size_t n_chunks =
-      job->position / CLB_ATTENTION_CHUNK - first_visible(job, job->position) / CLB_ATTENTION_CHUNK + 1;
-  const size_t n_tasks = n_chunks * e->graph.n_kv_heads;
-  if (n_chunks * CLB_ATTENTION_CHUNK * e->graph.n_heads * job->head_dim < MIN_SHARED_PRODUCTS) {
+  const size_t position = e->scratch.position[0];
+  const size_t n_chunks = position / CLB_ATTENTION_CHUNK - first_visible(job, position) / CLB_ATTENTION_CHUNK + 1;
+  const size_t n_tasks = n_chunks * e->graph.n_kv_heads, n_seen = position + 1 - first_visible(job, position);
+  if (n_seen * e->graph.n_heads * job->head_dim < MIN_SHARED_PRODUCTS) {
     for (size_t task = 0; task < n_tasks; task++) chunk_task(job, task, 0);
   } else {
     clb_pool_run(e->pool, chunk_task, job, n_tasks);
@@ -118,28 +227,25 @@ static void attend_one_token(attention_job *job) {
   for (size_t h = 0; h < e->graph.n_heads; h++) {
     float *total = e->scratch.partial + h * stride(job);
     for (size_t c = 1; c < n_chunks; c++) combine(total, total + c * e->graph.n_heads * stride(job), job->head_dim);
-    finish(e->scratch.attended + h * job->head_dim, total, job->head_dim);
+    finish(e->scratch.attended.x + h * job->head_dim, total, job->head_dim);
   }
 }
 
-void clb_attention(clb_engine *e, size_t layer, size_t n_tokens, size_t position) {
+void clb_attention(clb_engine *e, size_t layer, const clb_batch *batch) {
   const clb_graph *g = &e->graph;
-  const size_t layer_floats = g->n_kv_heads * e->ctx * g->head_dim;
   attention_job job = {
       .engine = e,
-      .keys = e->keys + layer * layer_floats,
-      .values = e->values + layer * layer_floats,
+      .batch = batch,
+      .layer = layer,
       .window = g->layers[layer].window,
-      .n_tokens = n_tokens,
-      .position = position,
       .group = g->n_heads / g->n_kv_heads,
       .head_dim = g->head_dim,
   };
-  const size_t n_units = n_tokens * g->n_kv_heads, max_tasks = 1 << 12;
-  job.units_per_task = (n_units + max_tasks - 1) / max_tasks;
-  if (n_tokens == 1) {
+  size_t n_tiles = 0;
+  for (size_t i = 0; i < batch->n_spans; i++) n_tiles += tiles_of(&batch->spans[i]);
+  if (batch->n_tokens == 1) {
     attend_one_token(&job);
   } else {
-    clb_pool_run(e->pool, units_task, &job, (n_units + job.units_per_task - 1) / job.units_per_task);
+    clb_pool_run(e->pool, tile_task, &job, n_tiles * g->n_kv_heads);
   }
 }

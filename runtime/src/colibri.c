@@ -15,7 +15,10 @@ struct colibri_model {
   clb_engine engine;
   colibri_memory memory;
   clb_store_metrics store_base;  // the store's counters at the last reset
-  uint64_t position;
+  uint64_t *positions;   // [n_sequences]
+  clb_span *spans;       // [n_sequences] of a batch
+  colibri_append *jobs;  // [n_sequences] of an evaluation
+  size_t *done;          // [n_sequences] tokens of a job that were evaluated
   char error[COLIBRI_ERROR_BYTES];
 
   // A started evaluation. `running` and `result` are guarded by the mutex.
@@ -24,10 +27,8 @@ struct colibri_model {
   pthread_t thread;
   bool started, running;
   colibri_status result;
-  uint32_t *tokens;  // [ctx]
-  size_t n_tokens;
-  float *logits;
-  size_t n_logits;
+  uint32_t *tokens;  // [n_sequences, ctx]
+  size_t n_jobs;
 };
 
 const char *colibri_version(void) {
@@ -62,8 +63,13 @@ static bool init_thread_state(colibri_model *m) {
   pthread_mutex_init(&m->mutex, NULL);
   pthread_cond_init(&m->finished, &attributes);
   pthread_condattr_destroy(&attributes);
-  m->tokens = calloc(m->engine.ctx, sizeof *m->tokens);
-  return m->tokens != NULL;
+  const size_t n = m->engine.n_sequences;
+  m->positions = calloc(n, sizeof *m->positions);
+  m->spans = calloc(n, sizeof *m->spans);
+  m->jobs = calloc(n, sizeof *m->jobs);
+  m->done = calloc(n, sizeof *m->done);
+  m->tokens = calloc(n * m->engine.ctx, sizeof *m->tokens);
+  return m->positions && m->spans && m->jobs && m->done && m->tokens;
 }
 
 static void join_started(colibri_model *m) {
@@ -79,6 +85,10 @@ void colibri_close(colibri_model *m) {
   pthread_cond_destroy(&m->finished);
   pthread_mutex_destroy(&m->mutex);
   free(m->tokens);
+  free(m->done);
+  free(m->jobs);
+  free(m->spans);
+  free(m->positions);
   free(m);
 }
 
@@ -120,11 +130,14 @@ void colibri_get_info(const colibri_model *m, colibri_info *info) {
       .context_length = g->context_length,
       .ctx = m->engine.ctx,
       .batch_size = m->engine.batch_size,
+      .n_sequences = m->engine.n_sequences,
       .n_threads = (uint32_t)m->engine.n_threads,
       .bos_id = g->bos_id,
       .eos_ids = g->eos_ids,
       .n_eos_ids = g->n_eos,
       .kernels = clb_kernels_name(m->engine.kernels),
+      .precision = m->engine.precision == COLIBRI_FAST ? "fast" : "exact",
+      .kv_type = clb_type_by_id(m->engine.kv.type)->name,
   };
 }
 
@@ -150,18 +163,18 @@ static colibri_status check_not_running(colibri_model *m) {
   return running ? COLIBRI_BUSY : COLIBRI_OK;
 }
 
-static colibri_status check_input(colibri_model *m, const uint32_t *tokens, size_t n_tokens) {
+static colibri_status check_input(colibri_model *m, size_t sequence, const uint32_t *tokens, size_t n_tokens) {
   const clb_engine *e = &m->engine;
   for (size_t i = 0; i < n_tokens; i++) {
     if (tokens[i] < e->graph.vocab) continue;
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "token %zu of the input is %u; this model's ids end at %llu", i,
                     tokens[i], (unsigned long long)e->graph.vocab - 1);
   }
-  if (n_tokens > e->ctx - m->position) {
+  if (n_tokens > e->ctx - m->positions[sequence]) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT,
                     "%zu tokens do not fit: the context has %llu positions and %llu are used (this model allows a "
                     "context of up to %llu)",
-                    n_tokens, (unsigned long long)e->ctx, (unsigned long long)m->position,
+                    n_tokens, (unsigned long long)e->ctx, (unsigned long long)m->positions[sequence],
                     (unsigned long long)e->graph.context_length);
   }
   return COLIBRI_OK;
@@ -169,48 +182,95 @@ static colibri_status check_input(colibri_model *m, const uint32_t *tokens, size
 
 colibri_status colibri_check_input(colibri_model *m, const uint32_t *tokens, size_t n_tokens) {
   const colibri_status status = check_not_running(m);
-  return status == COLIBRI_OK ? check_input(m, tokens, n_tokens) : status;
+  return status == COLIBRI_OK ? check_input(m, 0, tokens, n_tokens) : status;
 }
 
-static colibri_status check_eval(colibri_model *m, const uint32_t *tokens, size_t n_tokens, const float *logits,
-                                 size_t n_logits) {
+static colibri_status check_sequence(const colibri_model *m, uint64_t sequence) {
+  if (sequence < m->engine.n_sequences) return COLIBRI_OK;
+  return clb_fail(m->engine.error, COLIBRI_ERROR_ARGUMENT, "sequence %llu: this model was opened for %llu",
+                  (unsigned long long)sequence, (unsigned long long)m->engine.n_sequences);
+}
+
+static colibri_status check_append(colibri_model *m, const colibri_append *a) {
   const clb_error error = m->engine.error;
-  if (n_tokens == 0) return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "evaluation of no tokens");
-  if (n_logits > n_tokens || (n_logits > 0 && !logits)) {
-    return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "logits of %zu positions asked of %zu tokens", n_logits, n_tokens);
+  CLB_TRY(check_sequence(m, a->sequence));
+  if (a->n_tokens == 0) return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "evaluation of no tokens");
+  if (a->n_logits > a->n_tokens || (a->n_logits > 0 && !a->logits)) {
+    return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "logits of %zu positions asked of %zu tokens", a->n_logits,
+                    a->n_tokens);
   }
-  return check_input(m, tokens, n_tokens);
+  return check_input(m, a->sequence, a->tokens, a->n_tokens);
 }
 
-static colibri_status evaluate(colibri_model *m, const uint32_t *tokens, size_t n_tokens, float *logits,
-                               size_t n_logits) {
-  clb_engine *e = &m->engine;
-  const size_t without_logits = n_tokens - n_logits;
-  size_t done = 0;
-  while (done < n_tokens) {
-    const size_t n = n_tokens - done < e->batch_size ? n_tokens - done : e->batch_size;
-    const size_t first = done < without_logits ? without_logits : done;  // whose logits are wanted
-    const size_t wanted = first < done + n ? done + n - first : 0;
-    float *to = wanted ? logits + (first - without_logits) * e->graph.vocab : NULL;
-    const colibri_status status = clb_forward(e, tokens + done, n, m->position + done, to, wanted);
-    if (status != COLIBRI_OK) return status;
-    done += n;
+// Takes over what is to be evaluated.
+static colibri_status take_jobs(colibri_model *m, const colibri_append *appends, size_t n) {
+  CLB_TRY(check_not_running(m));
+  const clb_error error = m->engine.error;
+  if (n == 0) return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "evaluation of no sequences");
+  for (size_t i = 0; i < n; i++) {
+    CLB_TRY(check_append(m, &appends[i]));
+    for (size_t j = 0; j < i; j++) {
+      if (appends[j].sequence != appends[i].sequence) continue;
+      return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "sequence %u is named twice", appends[i].sequence);
+    }
   }
-  m->position += n_tokens;
+  memcpy(m->jobs, appends, n * sizeof *appends);
+  m->n_jobs = n;
   return COLIBRI_OK;
 }
 
-colibri_status colibri_eval(colibri_model *m, const uint32_t *tokens, size_t n_tokens, float *logits, size_t n_logits) {
-  colibri_status status = check_not_running(m);
-  if (status == COLIBRI_OK) status = check_eval(m, tokens, n_tokens, logits, n_logits);
-  if (status != COLIBRI_OK) return status;
+// The next n tokens of a job.
+static clb_span make_span(const colibri_model *m, size_t i, size_t n) {
+  const colibri_append *a = &m->jobs[i];
+  const size_t done = m->done[i], without_logits = a->n_tokens - a->n_logits;
+  const size_t first = done < without_logits ? without_logits : done;  // whose logits are wanted
+  const size_t wanted = first < done + n ? done + n - first : 0;
+  return (clb_span){.sequence = a->sequence,
+                    .position = m->positions[a->sequence] + done,
+                    .tokens = a->tokens + done,
+                    .n_tokens = n,
+                    .logits = wanted ? a->logits + (first - without_logits) * m->engine.graph.vocab : NULL,
+                    .n_logits = wanted};
+}
+
+// Fills a batch with what is left of the jobs, in their order: the fewest batches read experts the fewest times.
+static clb_batch next_batch(colibri_model *m) {
+  clb_batch batch = {.spans = m->spans};
+  for (size_t i = 0; i < m->n_jobs; i++) {
+    const size_t left = m->jobs[i].n_tokens - m->done[i], room = m->engine.batch_size - batch.n_tokens;
+    const size_t n = left < room ? left : room;
+    if (n == 0) continue;
+    m->spans[batch.n_spans++] = make_span(m, i, n);
+    batch.n_tokens += n;
+    m->done[i] += n;
+  }
+  return batch;
+}
+
+// Evaluates the jobs. Sequences grow when all of it is done.
+static colibri_status evaluate(colibri_model *m) {
+  memset(m->done, 0, m->n_jobs * sizeof *m->done);
+  for (clb_batch batch = next_batch(m); batch.n_tokens > 0; batch = next_batch(m)) {
+    CLB_TRY(clb_forward(&m->engine, &batch));
+  }
+  for (size_t i = 0; i < m->n_jobs; i++) m->positions[m->jobs[i].sequence] += m->jobs[i].n_tokens;
+  return COLIBRI_OK;
+}
+
+colibri_status colibri_eval_sequences(colibri_model *m, const colibri_append *appends, size_t n_appends) {
+  CLB_TRY(take_jobs(m, appends, n_appends));
   atomic_store(&m->engine.cancelled, false);
-  return evaluate(m, tokens, n_tokens, logits, n_logits);
+  return evaluate(m);
+}
+
+colibri_status colibri_eval(colibri_model *m, const uint32_t *tokens, size_t n_tokens, float *logits, size_t n_logits) {
+  const colibri_append append = {.tokens = tokens, .n_tokens = n_tokens, .logits = logits, .n_logits = n_logits};
+  return colibri_eval_sequences(m, &append, 1);
 }
 
 static void *evaluation_thread(void *argument) {
   colibri_model *m = argument;
-  const colibri_status status = evaluate(m, m->tokens, m->n_tokens, m->logits, m->n_logits);
+  const colibri_status status = evaluate(m);
   pthread_mutex_lock(&m->mutex);
   m->result = status;
   m->running = false;
@@ -219,16 +279,18 @@ static void *evaluation_thread(void *argument) {
   return NULL;
 }
 
-colibri_status colibri_eval_start(colibri_model *m, const uint32_t *tokens, size_t n_tokens, float *logits,
-                                  size_t n_logits) {
-  colibri_status status = check_not_running(m);
-  if (status == COLIBRI_OK) status = check_eval(m, tokens, n_tokens, logits, n_logits);
-  if (status != COLIBRI_OK) return status;
+static void copy_tokens(colibri_model *m) {
+  for (size_t i = 0; i < m->n_jobs; i++) {
+    uint32_t *copy = m->tokens + m->jobs[i].sequence * m->engine.ctx;
+    memcpy(copy, m->jobs[i].tokens, m->jobs[i].n_tokens * sizeof *copy);
+    m->jobs[i].tokens = copy;
+  }
+}
+
+colibri_status colibri_eval_sequences_start(colibri_model *m, const colibri_append *appends, size_t n_appends) {
+  CLB_TRY(take_jobs(m, appends, n_appends));
   join_started(m);
-  memcpy(m->tokens, tokens, n_tokens * sizeof *tokens);
-  m->n_tokens = n_tokens;
-  m->logits = logits;
-  m->n_logits = n_logits;
+  copy_tokens(m);
   pthread_mutex_lock(&m->mutex);
   m->running = true;
   pthread_mutex_unlock(&m->mutex);
@@ -243,6 +305,12 @@ colibri_status colibri_eval_start(colibri_model *m, const uint32_t *tokens, size
   m->running = false;
   pthread_mutex_unlock(&m->mutex);
   return clb_fail(m->engine.error, COLIBRI_ERROR_MEMORY, "an evaluation thread cannot be started");
+}
+
+colibri_status colibri_eval_start(colibri_model *m, const uint32_t *tokens, size_t n_tokens, float *logits,
+                                  size_t n_logits) {
+  const colibri_append append = {.tokens = tokens, .n_tokens = n_tokens, .logits = logits, .n_logits = n_logits};
+  return colibri_eval_sequences_start(m, &append, 1);
 }
 
 static struct timespec seconds_from_now(double seconds) {
@@ -276,26 +344,34 @@ void colibri_cancel(colibri_model *m) {
   atomic_store(&m->engine.cancelled, true);
 }
 
+uint64_t colibri_sequence_position(const colibri_model *m, uint32_t sequence) {
+  return sequence < m->engine.n_sequences ? m->positions[sequence] : 0;
+}
+
 uint64_t colibri_position(const colibri_model *m) {
-  return m->position;
+  return m->positions[0];
+}
+
+colibri_status colibri_rewind_sequence(colibri_model *m, uint32_t sequence, uint64_t position) {
+  CLB_TRY(check_not_running(m));
+  CLB_TRY(check_sequence(m, sequence));
+  if (position > m->positions[sequence]) {
+    return clb_fail(m->engine.error, COLIBRI_ERROR_ARGUMENT, "rewinding to %llu: the sequence has %llu tokens",
+                    (unsigned long long)position, (unsigned long long)m->positions[sequence]);
+  }
+  m->positions[sequence] = position;
+  return COLIBRI_OK;
 }
 
 colibri_status colibri_rewind(colibri_model *m, uint64_t position) {
-  const colibri_status status = check_not_running(m);
-  if (status != COLIBRI_OK) return status;
-  if (position > m->position) {
-    return clb_fail(m->engine.error, COLIBRI_ERROR_ARGUMENT, "rewinding to %llu: the sequence has %llu tokens",
-                    (unsigned long long)position, (unsigned long long)m->position);
-  }
-  m->position = position;
-  return COLIBRI_OK;
+  return colibri_rewind_sequence(m, 0, position);
 }
 
 colibri_status colibri_sanity_check(colibri_model *m) {
   const colibri_status running = check_not_running(m);
   if (running != COLIBRI_OK) return running;
   clb_engine *e = &m->engine;
-  const uint64_t position = m->position;
+  const uint64_t position = m->positions[0];
   const uint32_t token =
       e->graph.bos_id >= 0 && (uint64_t)e->graph.bos_id < e->graph.vocab ? (uint32_t)e->graph.bos_id : 0;
   float *logits = e->scratch.logits;
@@ -304,7 +380,7 @@ colibri_status colibri_sanity_check(colibri_model *m) {
   const colibri_status status = colibri_eval(m, &token, 1, logits, 1);
   e->trace = trace;
   if (status != COLIBRI_OK) return status;
-  m->position = position;
+  m->positions[0] = position;
   for (size_t i = 1; i < e->graph.vocab; i++) {
     if (logits[i] != logits[0]) return COLIBRI_OK;
   }

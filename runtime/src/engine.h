@@ -1,6 +1,7 @@
 // The engine: a container's weights in memory, its KV, scratch, and the functions that compute with them.
 //
-// B is the batch size, H the hidden size, E the most experts of a layer, K top_k. All activations are f32, row-major.
+// B is the batch size, H the hidden size, E the most experts of a layer, K top_k, G the largest of B and K. Activations
+// are f32, row-major; in fast precision the inputs of products with quantized weights are quantized as well (fast.h).
 #ifndef CLB_ENGINE_H
 #define CLB_ENGINE_H
 
@@ -14,12 +15,16 @@
 #include "colibri.h"
 #include "container.h"
 #include "errors.h"
+#include "fast.h"
 #include "graph.h"
 #include "pool.h"
 #include "store.h"
 
-// Context positions whose attention is summed up by itself; the chunks of a position are then combined in order.
-enum { CLB_ATTENTION_CHUNK = 256 };
+enum {
+  CLB_ATTENTION_CHUNK = 256,  // positions whose attention is summed up by itself; chunks are then combined in order
+  CLB_ATTENTION_TILE = 8,     // consecutive positions of a prompt that are computed together
+  CLB_MAX_GROUP = 32,         // experts computed in one job
+};
 
 typedef struct {
   uint32_t type;
@@ -38,20 +43,32 @@ typedef struct {
   size_t n_bytes;
 } clb_arena;
 
+// Rows of activations: as floats, and in fast precision as clb_quantize leaves them. A product takes what suits it.
+typedef struct {
+  float *x;        // [n, ld]
+  uint8_t *codes;  // [n, code_bytes], or NULL in exact precision
+  size_t ld, code_bytes;
+} clb_rows;
+
 typedef struct {
   float *x;             // [B, H] the residual stream
-  float *normed;        // [B, H]
+  clb_rows normed;      // [B, H]
   float *q;             // [B, n_heads, head_dim]
   float *k, *v;         // [B, n_kv_heads, head_dim]
-  float *attended;      // [B, n_heads, head_dim]
+  clb_rows attended;    // [B, n_heads * head_dim]
   float *projected;     // [B, H] attention's, the shared expert's or a dense layer's output
   float *cos, *sin;     // [B, rope_dim / 2]
-  float *scores;        // [threads, n_heads / n_kv_heads, CHUNK]
-  float *partial;       // [max(chunks, threads), n_heads, head_dim + 2]: output, maximum, sum
+  float *scores;        // [threads, TILE, n_heads / n_kv_heads, CHUNK]
+  float *queries;       // [threads, TILE, n_heads / n_kv_heads, head_dim]
+  float *partial;       // see place_attention: output[head_dim], maximum, sum of heads
+  float *values;        // [threads, CHUNK, head_dim] decoded from the KV
   float *router;        // [B, E]
   float *weights;       // [B, K]
-  float *gathered;      // [B, H] one expert's inputs
-  float *gate, *up;     // [B, widest feed-forward network]
+  clb_rows gathered;    // [G, H] inputs of a group of experts
+  clb_rows hidden;      // [G, widest expert] activated gate times up, of a group
+  float *up;            // [G, widest expert]
+  clb_rows wide;        // [B, shared or dense width]: the same of the network that all tokens go through
+  float *wide_up;       // [B, shared or dense width]
   float *pairs;         // [B * K, H] output of each (token, slot), grouped by expert
   float *logits;        // [vocab] of the sanity check
   uint32_t *chosen;     // [B, K] experts
@@ -59,6 +76,8 @@ typedef struct {
   uint32_t *token_of;   // [B * K] token of a row of `pairs`
   uint32_t *start;      // [E + 1] first row of `pairs` of an expert
   uint32_t *requested;  // [E] distinct experts
+  uint32_t *sequence;   // [B] of a token
+  uint32_t *position;   // [B] of a token in its sequence
   uint8_t *row;         // one row of the embedding as stored
 } clb_scratch;
 
@@ -68,10 +87,34 @@ typedef struct {
   size_t n_positions;
 } clb_trace;
 
+// Keys and values of every layer, sequence, key head and position, each head vector a row of `type`.
+typedef struct {
+  uint32_t type;
+  size_t row_bytes;
+  uint8_t *keys, *values;  // [n_layers, n_sequences, n_kv_heads, ctx, row_bytes]
+} clb_kv_cache;
+
+// Tokens to append to one sequence.
+typedef struct {
+  size_t sequence, position;  // position: of the first
+  const uint32_t *tokens;     // [n_tokens]
+  size_t n_tokens;
+  float *logits;  // [n_logits, vocab] of the last n_logits tokens
+  size_t n_logits;
+} clb_span;
+
+// What is evaluated at once: spans of different sequences, their tokens one after the other.
+typedef struct {
+  const clb_span *spans;
+  size_t n_spans, n_tokens;  // n_tokens <= B
+} clb_batch;
+
 typedef struct {
   clb_container *container;
   clb_graph graph;
-  uint64_t ctx, batch_size, cache_bytes;
+  uint64_t ctx, batch_size, n_sequences, cache_bytes;
+  uint64_t cache_blocks;  // blocks that certainly fit into the cache
+  colibri_precision precision;
   size_t n_threads, io_threads;
   colibri_check check;
 
@@ -80,13 +123,13 @@ typedef struct {
   clb_store *store;
   clb_file file;
 
-  clb_arena resident, vectors, kv, scratch_memory;
+  clb_arena resident, vectors, kv_memory, scratch_memory;
   clb_layer *layers;  // [n_layers]
   clb_matrix token_embd, output;
   const float *output_norm;
   bool embedding_on_demand;  // token_embd.data is NULL; rows are read when needed
   uint64_t embedding_offset;
-  float *keys, *values;  // [n_layers, n_kv_heads, ctx, head_dim]
+  clb_kv_cache kv;
   clb_scratch scratch;
 
   clb_trace trace;
@@ -100,35 +143,49 @@ colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_op
 colibri_status clb_engine_open(clb_engine *e);
 void clb_engine_close(clb_engine *e);
 
-// forward.c: evaluates n_tokens <= batch_size tokens at `position`. The logits of the last n_logits of them go to
-// `logits` [n_logits, vocab].
-colibri_status clb_forward(clb_engine *e, const uint32_t *tokens, size_t n_tokens, size_t position, float *logits,
-                           size_t n_logits);
+// forward.c: evaluates a batch. The KV of its positions and the spans' logits are written.
+colibri_status clb_forward(clb_engine *e, const clb_batch *batch);
 
-// attention.c: scratch.attended from scratch.q and the KV, of tokens at position, position + 1, ...
-void clb_attention(clb_engine *e, size_t layer, size_t n_tokens, size_t position);
+// kv.c: bytes of all keys and values; where those of one key head of a sequence start; storing a head vector.
+uint64_t clb_kv_bytes(const clb_engine *e);
+size_t clb_kv_offset(const clb_engine *e, size_t layer, size_t sequence, size_t kv_head);
+void clb_kv_write(const clb_engine *e, uint8_t *head, size_t position, const float *x);
+
+// attention.c: scratch.attended of the batch, from scratch.q and the KV.
+void clb_attention(clb_engine *e, size_t layer, const clb_batch *batch);
 
 // router.c: scratch.chosen and scratch.weights of every token, from scratch.normed. False, and the token in *bad, when
-// scores are not finite. The trace is of what was chosen last.
+// scores are not finite. The trace is of what was chosen last, for sequence 0. Router products are exact in any precision.
 bool clb_route(clb_engine *e, size_t layer, size_t n_tokens, size_t *bad);
-void clb_record_trace(const clb_engine *e, size_t layer, size_t n_tokens, size_t position);
+void clb_record_trace(const clb_engine *e, size_t layer, size_t n_tokens);
 
 // moe.c: adds the feed-forward network of scratch.normed to scratch.x.
-colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens, size_t position);
+colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens);
 void clb_dense(clb_engine *e, size_t layer, size_t n_tokens);
 
 // linear.c: y[t, r] = w[r] . x[t] (+ bias[r]); with `up`: y[t, r] = silu(w[r] . x[t]) * (up[r] . x[t]).
 typedef struct {
   const clb_matrix *w, *up;
-  const float *x, *bias;
+  clb_rows x;  // in fast precision, quantized already unless `exact`
+  const float *bias;
   float *y, *y_up;  // y_up: as large as y, overwritten
-  size_t n_tokens, ldx, ldy;
+  size_t n_tokens, ldy;
+  bool exact;  // whatever the engine's precision
 } clb_linear;
 
-enum { CLB_MAX_LINEARS = 4 };
+enum { CLB_MAX_LINEARS = CLB_MAX_GROUP + 1 };
 
-// Up to CLB_MAX_LINEARS at once. One thread computes each element.
+// Up to CLB_MAX_LINEARS in one job. One thread computes each element.
 void clb_linear_run(clb_engine *e, const clb_linear *linears, size_t n);
+
+// Rows from `row` on.
+clb_rows clb_rows_from(clb_rows rows, size_t row);
+
+// Makes the codes of n rows of n_cols, where there are any to make: codes are for quantized weights in fast precision.
+void clb_quantize(clb_engine *e, clb_rows rows, size_t n, size_t n_cols);
+
+// Whether products with w take codes.
+bool clb_takes_codes(const clb_engine *e, const clb_matrix *w);
 
 // memory.c
 uint64_t clb_available_memory(void);  // bytes the system and the control group have to give; 0 when unknown

@@ -8,9 +8,9 @@
 
 typedef struct {
   clb_engine *engine;
-  size_t layer, position;
+  size_t layer;
   const float *norm;
-  size_t first;  // token that task 0 is about
+  size_t first, to;  // token that task 0 is about, and the row it goes to
 } token_job;
 
 static colibri_status cancelled(const clb_engine *e) {
@@ -39,16 +39,28 @@ static colibri_status read_embedding_row(clb_engine *e, uint32_t token) {
   return COLIBRI_OK;
 }
 
-static colibri_status embed(clb_engine *e, const uint32_t *tokens, size_t n_tokens) {
-  for (size_t t = 0; t < n_tokens; t++) {
-    const uint8_t *row = e->scratch.row;
-    if (e->embedding_on_demand) {
-      const colibri_status status = read_embedding_row(e, tokens[t]);
-      if (status != COLIBRI_OK) return status;
-    } else {
-      row = e->token_embd.data + tokens[t] * e->token_embd.row_bytes;
+static colibri_status embed_token(clb_engine *e, uint32_t token, float *x) {
+  const uint8_t *row = e->scratch.row;
+  if (e->embedding_on_demand) {
+    const colibri_status status = read_embedding_row(e, token);
+    if (status != COLIBRI_OK) return status;
+  } else {
+    row = e->token_embd.data + token * e->token_embd.row_bytes;
+  }
+  clb_dequantize_with(e->kernels, e->token_embd.type, row, x, e->graph.hidden);
+  return COLIBRI_OK;
+}
+
+// Fills scratch.x, sequence and position of every token.
+static colibri_status begin(clb_engine *e, const clb_batch *batch) {
+  const clb_scratch *s = &e->scratch;
+  size_t t = 0;
+  for (const clb_span *span = batch->spans; span < batch->spans + batch->n_spans; span++) {
+    for (size_t i = 0; i < span->n_tokens; i++, t++) {
+      s->sequence[t] = (uint32_t)span->sequence;
+      s->position[t] = (uint32_t)(span->position + i);
+      CLB_TRY(embed_token(e, span->tokens[i], s->x + t * e->graph.hidden));
     }
-    clb_dequantize_with(e->kernels, e->token_embd.type, row, e->scratch.x + t * e->graph.hidden, e->graph.hidden);
   }
   return COLIBRI_OK;
 }
@@ -67,21 +79,21 @@ static void norm_task(void *context, size_t task, size_t worker) {
   const token_job *job = context;
   const clb_scratch *s = &job->engine->scratch;
   const size_t h = job->engine->graph.hidden;
-  rms_norm(job->engine, s->x + (job->first + task) * h, job->norm, s->normed + task * h, h);
+  rms_norm(job->engine, s->x + (job->first + task) * h, job->norm, s->normed.x + (job->to + task) * h, h);
 }
 
-// scratch.normed[0 .. n_tokens) from scratch.x[first .. first + n_tokens)
-static void norm(clb_engine *e, const float *weight, size_t first, size_t n_tokens) {
-  clb_pool_run(e->pool, norm_task, &(token_job){.engine = e, .norm = weight, .first = first}, n_tokens);
+// scratch.normed[to .. to + n_tokens) from scratch.x[first .. first + n_tokens)
+static void norm(clb_engine *e, const float *weight, size_t first, size_t n_tokens, size_t to) {
+  clb_pool_run(e->pool, norm_task, &(token_job){.engine = e, .norm = weight, .first = first, .to = to}, n_tokens);
 }
 
 // The angles are products in f32, as transformers has them; their cosine is as good as double makes it.
-static void fill_rope(clb_engine *e, size_t n_tokens, size_t position) {
+static void fill_rope(clb_engine *e, size_t n_tokens) {
   const size_t half = e->graph.rope_dim / 2;
   const float factor = (float)e->graph.rope_factor;
   for (size_t t = 0; t < n_tokens; t++) {
     for (size_t i = 0; i < half; i++) {
-      const double angle = (double)((float)(position + t) * (float)e->graph.rope_inv_freq[i]);
+      const double angle = (double)((float)e->scratch.position[t] * (float)e->graph.rope_inv_freq[i]);
       e->scratch.cos[t * half + i] = (float)cos(angle) * factor;
       e->scratch.sin[t * half + i] = (float)sin(angle) * factor;
     }
@@ -133,84 +145,106 @@ static void heads_task(void *context, size_t task, size_t worker) {
   for (size_t h = 0; h < g->n_heads; h++) rotate(e, q + h * d, task);
   for (size_t h = 0; h < g->n_kv_heads; h++) {
     rotate(e, k + h * d, task);
-    const size_t at = ((job->layer * g->n_kv_heads + h) * e->ctx + job->position + task) * d;
-    memcpy(e->keys + at, k + h * d, d * sizeof(float));
-    memcpy(e->values + at, v + h * d, d * sizeof(float));
+    const size_t at = clb_kv_offset(e, job->layer, e->scratch.sequence[task], h);
+    clb_kv_write(e, e->kv.keys + at, e->scratch.position[task], k + h * d);
+    clb_kv_write(e, e->kv.values + at, e->scratch.position[task], v + h * d);
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Layers
 
-static void attention_block(clb_engine *e, size_t i, size_t n_tokens, size_t position) {
+static void attention_block(clb_engine *e, size_t i, const clb_batch *batch) {
   const clb_graph *g = &e->graph;
   const clb_layer *l = &e->layers[i];
   const clb_scratch *s = &e->scratch;
-  const size_t n_q = g->n_heads * g->head_dim, n_kv = g->n_kv_heads * g->head_dim;
-  norm(e, l->attn_norm, 0, n_tokens);
+  const size_t n = batch->n_tokens, n_q = g->n_heads * g->head_dim, n_kv = g->n_kv_heads * g->head_dim;
+  norm(e, l->attn_norm, 0, n, 0);
+  clb_quantize(e, s->normed, n, g->hidden);
   const clb_linear qkv[] = {
-      {.w = &l->q, .bias = l->q_bias, .x = s->normed, .ldx = g->hidden, .y = s->q, .ldy = n_q, .n_tokens = n_tokens},
-      {.w = &l->k, .bias = l->k_bias, .x = s->normed, .ldx = g->hidden, .y = s->k, .ldy = n_kv, .n_tokens = n_tokens},
-      {.w = &l->v, .bias = l->v_bias, .x = s->normed, .ldx = g->hidden, .y = s->v, .ldy = n_kv, .n_tokens = n_tokens},
+      {.w = &l->q, .bias = l->q_bias, .x = s->normed, .y = s->q, .ldy = n_q, .n_tokens = n},
+      {.w = &l->k, .bias = l->k_bias, .x = s->normed, .y = s->k, .ldy = n_kv, .n_tokens = n},
+      {.w = &l->v, .bias = l->v_bias, .x = s->normed, .y = s->v, .ldy = n_kv, .n_tokens = n},
   };
   clb_linear_run(e, qkv, 3);
-  clb_pool_run(e->pool, heads_task, &(token_job){.engine = e, .layer = i, .position = position}, n_tokens);
-  clb_attention(e, i, n_tokens, position);
-  clb_linear_run(e,
-                 &(clb_linear){.w = &l->o,
-                               .bias = l->o_bias,
-                               .x = s->attended,
-                               .ldx = n_q,
-                               .y = s->projected,
-                               .ldy = g->hidden,
-                               .n_tokens = n_tokens},
-                 1);
-  clb_axpy_f32(e->kernels, s->x, s->projected, 1, n_tokens * g->hidden);
+  clb_pool_run(e->pool, heads_task, &(token_job){.engine = e, .layer = i}, n);
+  clb_attention(e, i, batch);
+  clb_quantize(e, s->attended, n, n_q);
+  const clb_linear o = {
+      .w = &l->o, .bias = l->o_bias, .x = s->attended, .y = s->projected, .ldy = g->hidden, .n_tokens = n};
+  clb_linear_run(e, &o, 1);
+  clb_axpy_f32(e->kernels, s->x, s->projected, 1, n * g->hidden);
 }
 
-static colibri_status head(clb_engine *e, size_t n_tokens, size_t position, float *logits, size_t n_logits) {
-  const size_t h = e->graph.hidden, vocab = e->graph.vocab, first = n_tokens - n_logits;
-  if (n_logits == 0) return COLIBRI_OK;
-  norm(e, e->output_norm, first, n_logits);
-  clb_linear_run(
-      e,
-      &(clb_linear){.w = &e->output, .x = e->scratch.normed, .ldx = h, .y = logits, .ldy = vocab, .n_tokens = n_logits},
-      1);
-  for (size_t i = 0; i < n_logits * vocab; i++) {
-    if (isfinite(logits[i])) continue;
+static colibri_status check_logits(const clb_engine *e, const clb_span *span) {
+  const size_t vocab = e->graph.vocab, first = span->position + span->n_tokens - span->n_logits;
+  for (size_t i = 0; i < span->n_logits * vocab; i++) {
+    if (isfinite(span->logits[i])) continue;
     return clb_fail(e->error, COLIBRI_ERROR_NUMERIC,
                     "position %zu: the logit of token %zu is not finite; 'colibri verify' finds NaN in weights",
-                    position + first + i / vocab, i % vocab);
+                    first + i / vocab, i % vocab);
   }
   return COLIBRI_OK;
 }
 
-colibri_status clb_forward(clb_engine *e, const uint32_t *tokens, size_t n_tokens, size_t position, float *logits,
-                           size_t n_logits) {
+// Logits of spans that lie one after the other in memory are one product: the head is read once for all of them.
+static void multiply_head(clb_engine *e, const clb_batch *batch) {
+  const size_t vocab = e->graph.vocab;
+  size_t row = 0;
+  for (size_t i = 0; i < batch->n_spans;) {
+    clb_linear l = {.w = &e->output, .x = clb_rows_from(e->scratch.normed, row), .y = batch->spans[i].logits};
+    l.ldy = vocab;
+    for (; i < batch->n_spans; i++) {
+      const clb_span *span = &batch->spans[i];
+      if (l.n_tokens == 0) l.y = span->logits;
+      if (span->n_logits > 0 && span->logits != l.y + l.n_tokens * vocab) break;
+      l.n_tokens += span->n_logits;
+    }
+    if (l.n_tokens > 0) clb_linear_run(e, &l, 1);
+    row += l.n_tokens;
+  }
+}
+
+static colibri_status head(clb_engine *e, const clb_batch *batch) {
+  size_t end = 0, n_rows = 0;
+  for (size_t i = 0; i < batch->n_spans; i++) {
+    const clb_span *span = &batch->spans[i];
+    end += span->n_tokens;
+    norm(e, e->output_norm, end - span->n_logits, span->n_logits, n_rows);
+    n_rows += span->n_logits;
+  }
+  clb_quantize(e, e->scratch.normed, n_rows, e->graph.hidden);
+  multiply_head(e, batch);
+  for (size_t i = 0; i < batch->n_spans; i++) CLB_TRY(check_logits(e, &batch->spans[i]));
+  return COLIBRI_OK;
+}
+
+static colibri_status layer(clb_engine *e, size_t i, const clb_batch *batch) {
   const double start = clb_seconds();
-  colibri_status status = embed(e, tokens, n_tokens);
-  if (status != COLIBRI_OK) return status;
-  fill_rope(e, n_tokens, position);
-  double time = clb_seconds();
-  e->metrics.head_seconds += time - start;
+  attention_block(e, i, batch);
+  norm(e, e->layers[i].ffn_norm, 0, batch->n_tokens, 0);
+  clb_quantize(e, e->scratch.normed, batch->n_tokens, e->graph.hidden);
+  e->metrics.attention_seconds += clb_seconds() - start;
+  if (e->graph.layers[i].moe) return clb_moe(e, i, batch->n_tokens);
+  clb_dense(e, i, batch->n_tokens);
+  return COLIBRI_OK;
+}
+
+colibri_status clb_forward(clb_engine *e, const clb_batch *batch) {
+  const double start = clb_seconds();
+  CLB_TRY(begin(e, batch));
+  fill_rope(e, batch->n_tokens);
+  e->metrics.head_seconds += clb_seconds() - start;
   for (size_t i = 0; i < e->graph.n_layers; i++) {
     if (atomic_load(&e->cancelled)) return cancelled(e);
-    attention_block(e, i, n_tokens, position);
-    norm(e, e->layers[i].ffn_norm, 0, n_tokens);
-    e->metrics.attention_seconds += clb_seconds() - time;
-    if (e->graph.layers[i].moe) {
-      status = clb_moe(e, i, n_tokens, position);
-      if (status != COLIBRI_OK) return status;
-    } else {
-      clb_dense(e, i, n_tokens);
-    }
-    time = clb_seconds();
+    CLB_TRY(layer(e, i, batch));
   }
   if (atomic_load(&e->cancelled)) return cancelled(e);
-  status = head(e, n_tokens, position, logits, n_logits);
-  e->metrics.head_seconds += clb_seconds() - time;
+  const double before = clb_seconds();
+  const colibri_status status = head(e, batch);
+  e->metrics.head_seconds += clb_seconds() - before;
   e->metrics.seconds += clb_seconds() - start;
-  e->metrics.tokens += n_tokens;
+  e->metrics.tokens += batch->n_tokens;
   e->metrics.evals++;
   return status;
 }

@@ -1,11 +1,51 @@
-// Matrix products, shared out to the threads by blocks of rows.
+// Matrix products, shared out to the threads by blocks of rows; quantizing their inputs in fast precision.
 #include "engine.h"
 
 enum {
   MIN_TASK_PRODUCTS = 1 << 15,  // below this, handing out a task costs more than computing it
-  TASKS_PER_THREAD = 4,         // so that a thread that was held up does not hold up the job
+  TASKS_PER_THREAD = 8,         // of a job, so that a thread that was held up does not hold up the job
   ROW_STEP = 8,                 // a multiple of the kernels' tile
+  SERIAL_QUANTIZE = 1 << 14,    // floats that are quantized sooner than threads are woken
 };
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Inputs
+
+clb_rows clb_rows_from(clb_rows rows, size_t row) {
+  rows.x += row * rows.ld;
+  if (rows.codes) rows.codes += row * rows.code_bytes;
+  return rows;
+}
+
+bool clb_takes_codes(const clb_engine *e, const clb_matrix *w) {
+  return e->precision == COLIBRI_FAST && clb_fast_kind(w->type) != CLB_FAST_X_NONE;
+}
+
+typedef struct {
+  const clb_engine *engine;
+  clb_rows rows;
+  size_t n, n_cols, rows_per_task;
+} quantize_job;
+
+static void quantize_task(void *context, size_t task, size_t worker) {
+  (void)worker;
+  const quantize_job *job = context;
+  const size_t end = (task + 1) * job->rows_per_task;
+  for (size_t i = task * job->rows_per_task; i < end && i < job->n; i++) {
+    const clb_rows row = clb_rows_from(job->rows, i);
+    clb_fast_quantize_x(job->engine->kernels, CLB_FAST_X_Q8, row.codes, row.x, job->n_cols);
+  }
+}
+
+void clb_quantize(clb_engine *e, clb_rows rows, size_t n, size_t n_cols) {
+  if (!rows.codes || n_cols % 32 != 0) return;  // rows of quantized weights are multiples of 32
+  const size_t step = SERIAL_QUANTIZE / n_cols + 1;
+  quantize_job job = {.engine = e, .rows = rows, .n = n, .n_cols = n_cols, .rows_per_task = step};
+  clb_pool_run(e->pool, quantize_task, &job, (n + step - 1) / step);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Products
 
 typedef struct {
   const clb_engine *engine;
@@ -20,8 +60,13 @@ static size_t round_up(size_t n, size_t step) {
 
 static void multiply(const clb_engine *e, const clb_linear *l, const clb_matrix *w, float *y, size_t row0,
                      size_t row1) {
-  clb_matmul_rows(e->kernels, w->type, w->data, w->row_bytes, w->cols, row0, row1, l->x, l->ldx, l->n_tokens, y,
-                  l->ldy);
+  if (l->exact || e->precision == COLIBRI_EXACT) {
+    clb_matmul_rows(e->kernels, w->type, w->data, w->row_bytes, w->cols, row0, row1, l->x.x, l->x.ld, l->n_tokens, y,
+                    l->ldy);
+  } else {
+    clb_fast_matmul_rows(e->kernels, w->type, w->data, w->row_bytes, w->cols, row0, row1, l->x.codes, l->x.code_bytes,
+                         l->x.x, l->x.ld, l->n_tokens, y, l->ldy);
+  }
 }
 
 static void run_rows(const clb_engine *e, const clb_linear *l, size_t row0, size_t row1) {
@@ -47,16 +92,23 @@ static void linear_task(void *context, size_t task, size_t worker) {
   run_rows(job->engine, l, row0, row1 < l->w->rows ? row1 : l->w->rows);
 }
 
+static size_t row_products(const clb_linear *l) {
+  return l->w->cols * l->n_tokens * (l->up ? 2 : 1);
+}
+
+// Tasks are about equally long, and of as many consecutive rows as that allows: weights stream from memory.
 void clb_linear_run(clb_engine *e, const clb_linear *linears, size_t n) {
   linear_job job = {.engine = e, .linears = linears};
+  const size_t n_threads = clb_pool_threads(e->pool);
+  size_t products = 0;
+  for (size_t i = 0; i < n; i++) products += linears[i].w->rows * row_products(&linears[i]);
+  size_t share = n_threads == 1 ? products : products / (n_threads * TASKS_PER_THREAD);
+  if (share < MIN_TASK_PRODUCTS) share = MIN_TASK_PRODUCTS;
   for (size_t i = 0; i < n; i++) {
-    const clb_linear *l = &linears[i];
-    size_t products_per_row = l->w->cols * l->n_tokens * (l->up ? 2 : 1);
-    size_t least = MIN_TASK_PRODUCTS / (products_per_row + 1) + 1;
-    size_t fair = l->w->rows / (clb_pool_threads(e->pool) * TASKS_PER_THREAD) + 1;
-    size_t rows = clb_pool_threads(e->pool) == 1 ? l->w->rows : (least > fair ? least : fair);
-    job.rows_per_task[i] = round_up(rows, ROW_STEP);
-    job.first_task[i + 1] = job.first_task[i] + (l->w->rows + job.rows_per_task[i] - 1) / job.rows_per_task[i];
+    const size_t rows = linears[i].w->rows, wanted = share / (row_products(&linears[i]) + 1) + 1;
+    const size_t n_tasks = (rows + wanted - 1) / wanted;
+    job.rows_per_task[i] = round_up((rows + n_tasks - 1) / n_tasks, ROW_STEP);
+    job.first_task[i + 1] = job.first_task[i] + (rows + job.rows_per_task[i] - 1) / job.rows_per_task[i];
   }
   clb_pool_run(e->pool, linear_task, &job, job.first_task[n]);
 }

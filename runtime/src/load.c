@@ -11,6 +11,7 @@ enum {
   MAX_CTX = 1 << 20,
   DEFAULT_BATCH = 256,
   MAX_BATCH = 4096,
+  MAX_SEQUENCES = 256,
   READ_BYTES = 8 << 20,    // of one task
   VECTOR_ALIGNMENT = 16,   // floats
   SCRATCH_ALIGNMENT = 64,  // bytes
@@ -29,34 +30,74 @@ static uint64_t smaller(uint64_t a, uint64_t b) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Options
 
-static colibri_status check_options(clb_engine *e, const colibri_options *o) {
-  const uint64_t limit = e->graph.context_length;
-  if (o->ctx > smaller(limit, MAX_CTX)) {
+static colibri_status check_counts(const clb_engine *e, const colibri_options *o) {
+  const uint64_t limit = smaller(e->graph.context_length, MAX_CTX);
+  if (o->ctx > limit) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu: this model allows up to %llu",
-                    (unsigned long long)o->ctx, (unsigned long long)smaller(limit, MAX_CTX));
+                    (unsigned long long)o->ctx, (unsigned long long)limit);
   }
   if (o->batch_size > MAX_BATCH) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "batch size of %llu: expected up to %d",
                     (unsigned long long)o->batch_size, MAX_BATCH);
   }
+  if (o->n_sequences > MAX_SEQUENCES) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "%llu sequences: expected up to %d",
+                    (unsigned long long)o->n_sequences, MAX_SEQUENCES);
+  }
   if (o->n_threads > CLB_POOL_MAX_THREADS || o->io_threads > CLB_STORE_MAX_IO_THREADS) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "threads: expected up to %d for computing and %d for reading",
                     CLB_POOL_MAX_THREADS, CLB_STORE_MAX_IO_THREADS);
   }
+  return COLIBRI_OK;
+}
+
+static colibri_status check_kinds(const clb_engine *e, const colibri_options *o) {
   if (o->check != COLIBRI_CHECK_FIRST && o->check != COLIBRI_CHECK_ALWAYS && o->check != COLIBRI_CHECK_NEVER) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "check: expected a colibri_check, found %d", (int)o->check);
   }
-  e->ctx = o->ctx ? o->ctx : smaller(limit, DEFAULT_CTX);
-  e->batch_size = smaller(o->batch_size ? o->batch_size : DEFAULT_BATCH, e->ctx);
+  if (o->precision != COLIBRI_EXACT && o->precision != COLIBRI_FAST) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "precision: expected a colibri_precision, found %d",
+                    (int)o->precision);
+  }
+  return COLIBRI_OK;
+}
+
+static colibri_status choose_kv_type(clb_engine *e, colibri_kv_type asked) {
+  static const uint32_t types[] = {
+      [COLIBRI_KV_F32] = CLB_F32, [COLIBRI_KV_F16] = CLB_F16, [COLIBRI_KV_Q8_0] = CLB_Q8_0, [COLIBRI_KV_Q4_0] = CLB_Q4_0};
+  if (asked == COLIBRI_KV_DEFAULT) asked = e->precision == COLIBRI_FAST ? COLIBRI_KV_F16 : COLIBRI_KV_F32;
+  if ((size_t)asked >= sizeof types / sizeof *types) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "kv type: expected a colibri_kv_type, found %d", (int)asked);
+  }
+  const clb_type *type = clb_type_by_id(types[asked]);
+  uint64_t row_bytes = 0;
+  if (!clb_row_bytes(type, e->graph.head_dim, &row_bytes)) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT,
+                    "kv type %s: needs heads of a multiple of %u, this model's have %llu; use f32 or f16", type->name,
+                    type->block_weights, (unsigned long long)e->graph.head_dim);
+  }
+  e->kv.type = type->id;
+  e->kv.row_bytes = row_bytes;
+  return COLIBRI_OK;
+}
+
+static colibri_status check_options(clb_engine *e, const colibri_options *o) {
+  CLB_TRY(check_counts(e, o));
+  CLB_TRY(check_kinds(e, o));
+  e->n_sequences = o->n_sequences ? o->n_sequences : 1;
+  e->ctx = o->ctx ? o->ctx : smaller(e->graph.context_length, DEFAULT_CTX);
+  e->batch_size = smaller(o->batch_size ? o->batch_size : DEFAULT_BATCH, e->ctx * e->n_sequences);
   e->n_threads = o->n_threads ? o->n_threads : smaller(clb_available_cpus(), CLB_POOL_MAX_THREADS);
   e->io_threads = o->io_threads;
   e->check = o->check;
+  e->precision = o->precision;
   const uint64_t n_chunks = e->ctx / CLB_ATTENTION_CHUNK + 1;
-  if (n_chunks * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS) {
-    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu: too large for %llu key heads",
-                    (unsigned long long)e->ctx, (unsigned long long)e->graph.n_kv_heads);
+  if (n_chunks * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS || e->batch_size * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu, batch of %llu: too large for %llu key heads",
+                    (unsigned long long)e->ctx, (unsigned long long)e->batch_size,
+                    (unsigned long long)e->graph.n_kv_heads);
   }
-  return COLIBRI_OK;
+  return choose_kv_type(e, o->kv_type);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -131,38 +172,69 @@ static uint32_t *take_ids(uint8_t *base, uint64_t *used, uint64_t n) {
   return take(base, used, n * sizeof(uint32_t));
 }
 
+static clb_rows take_rows(const clb_engine *e, uint8_t *base, uint64_t *used, uint64_t n, uint64_t n_cols) {
+  clb_rows rows = {.ld = n_cols};
+  rows.x = take_floats(base, used, n * n_cols);
+  if (e->precision == COLIBRI_EXACT) return rows;
+  rows.code_bytes = clb_fast_x_bytes(CLB_FAST_X_Q8, n_cols);
+  rows.codes = take(base, used, n * rows.code_bytes);
+  return rows;
+}
+
+// For a thread: scores, queries and decoded values of a tile, and two sums of its heads. For a single token: the sums
+// of all heads over every chunk, in the place of the former.
+static void place_attention(clb_engine *e, uint8_t *base, uint64_t *used) {
+  const clb_graph *g = &e->graph;
+  clb_scratch *s = &e->scratch;
+  const uint64_t d = g->head_dim, heads = CLB_ATTENTION_TILE * (g->n_heads / g->n_kv_heads);
+  const uint64_t n_chunks = e->ctx / CLB_ATTENTION_CHUNK + 1;
+  s->scores = take_floats(base, used, e->n_threads * heads * CLB_ATTENTION_CHUNK);
+  s->queries = take_floats(base, used, e->n_threads * heads * d);
+  s->partial = take_floats(base, used, larger(n_chunks * g->n_heads, 2 * e->n_threads * heads) * (d + 2));
+  s->values = take_floats(base, used, e->kv.type == CLB_F32 ? 0 : e->n_threads * CLB_ATTENTION_CHUNK * d);
+}
+
+static void place_feed_forward(clb_engine *e, uint8_t *base, uint64_t *used) {
+  const clb_graph *g = &e->graph;
+  clb_scratch *s = &e->scratch;
+  const uint64_t b = e->batch_size, h = g->hidden, group = larger(b, g->top_k);
+  const uint64_t wide = larger(g->shared_width, g->dense_width);
+  s->router = take_floats(base, used, b * g->max_experts);
+  s->weights = take_floats(base, used, b * g->top_k);
+  s->gathered = take_rows(e, base, used, group, h);
+  s->hidden = take_rows(e, base, used, group, g->max_width);
+  s->up = take_floats(base, used, group * g->max_width);
+  s->wide = take_rows(e, base, used, b, wide);
+  s->wide_up = take_floats(base, used, b * wide);
+  s->pairs = take_floats(base, used, b * g->top_k * h);
+  s->chosen = take_ids(base, used, b * g->top_k);
+  s->pair_of = take_ids(base, used, b * g->top_k);
+  s->token_of = take_ids(base, used, b * g->top_k);
+  s->start = take_ids(base, used, g->max_experts + 1);
+  s->requested = take_ids(base, used, g->max_experts);
+}
+
 // Places scratch at base, or only measures it when base is NULL. Returns its bytes.
 static uint64_t place_scratch(clb_engine *e, uint8_t *base) {
   const clb_graph *g = &e->graph;
   clb_scratch *s = &e->scratch;
-  const uint64_t b = e->batch_size, h = g->hidden, d = g->head_dim, group = g->n_heads / g->n_kv_heads;
-  const uint64_t width = larger(g->max_width, larger(g->shared_width, g->dense_width));
-  const uint64_t parts = larger(e->ctx / CLB_ATTENTION_CHUNK + 1, 2 * e->n_threads);
+  const uint64_t b = e->batch_size, h = g->hidden, d = g->head_dim;
   uint64_t used = 0;
   s->x = take_floats(base, &used, b * h);
-  s->normed = take_floats(base, &used, b * h);
+  s->normed = take_rows(e, base, &used, b, h);
   s->q = take_floats(base, &used, b * g->n_heads * d);
   s->k = take_floats(base, &used, b * g->n_kv_heads * d);
   s->v = take_floats(base, &used, b * g->n_kv_heads * d);
-  s->attended = take_floats(base, &used, b * g->n_heads * d);
+  s->attended = take_rows(e, base, &used, b, g->n_heads * d);
   s->projected = take_floats(base, &used, b * h);
   s->cos = take_floats(base, &used, b * g->rope_dim / 2);
   s->sin = take_floats(base, &used, b * g->rope_dim / 2);
-  s->scores = take_floats(base, &used, e->n_threads * group * CLB_ATTENTION_CHUNK);
-  s->partial = take_floats(base, &used, parts * g->n_heads * (d + 2));
-  s->router = take_floats(base, &used, b * g->max_experts);
-  s->weights = take_floats(base, &used, b * g->top_k);
-  s->gathered = take_floats(base, &used, b * h);
-  s->gate = take_floats(base, &used, b * width);
-  s->up = take_floats(base, &used, b * width);
-  s->pairs = take_floats(base, &used, b * g->top_k * h);
   s->logits = take_floats(base, &used, g->vocab);
-  s->chosen = take_ids(base, &used, b * g->top_k);
-  s->pair_of = take_ids(base, &used, b * g->top_k);
-  s->token_of = take_ids(base, &used, b * g->top_k);
-  s->start = take_ids(base, &used, g->max_experts + 1);
-  s->requested = take_ids(base, &used, g->max_experts);
+  s->sequence = take_ids(base, &used, b);
+  s->position = take_ids(base, &used, b);
   s->row = take(base, &used, e->token_embd.row_bytes);
+  place_attention(e, base, &used);
+  place_feed_forward(e, base, &used);
   return used;
 }
 
@@ -186,6 +258,7 @@ static colibri_status plan_cache(clb_engine *e, uint64_t asked, colibri_memory *
     asked = larger(m->available_bytes > others ? (m->available_bytes - others) / 2 : 0, sizes.minimum_bytes);
   }
   m->cache_bytes = e->cache_bytes = larger(smaller(asked, sizes.all_bytes), sizes.minimum_bytes);
+  e->cache_blocks = e->cache_bytes == sizes.all_bytes ? sizes.n_blocks : 2 * e->cache_bytes / (sizes.minimum_bytes + 1);
   return COLIBRI_OK;
 }
 
@@ -198,10 +271,10 @@ static colibri_status plan_memory(clb_engine *e, uint64_t cache_asked, colibri_m
   resident_ranges(e, ranges, &e->resident.n_bytes);
   free(ranges);
   e->vectors.n_bytes = align_up(vector_floats(e) * sizeof(float), CLB_IO_UNIT);
-  e->kv.n_bytes = align_up(2 * g->n_layers * g->n_kv_heads * e->ctx * g->head_dim * sizeof(float), CLB_IO_UNIT);
+  e->kv_memory.n_bytes = align_up(clb_kv_bytes(e), CLB_IO_UNIT);
   e->scratch_memory.n_bytes = align_up(place_scratch(e, NULL), CLB_IO_UNIT);
   m->resident_bytes = e->resident.n_bytes + e->vectors.n_bytes;
-  m->kv_bytes = e->kv.n_bytes;
+  m->kv_bytes = e->kv_memory.n_bytes;
   m->scratch_bytes = e->scratch_memory.n_bytes;
   m->available_bytes = clb_available_memory();
   CLB_TRY(plan_cache(e, cache_asked, m));
@@ -400,13 +473,13 @@ static colibri_status allocate(clb_engine *e, clb_arena *arena, const char *what
 static colibri_status allocate_all(clb_engine *e) {
   CLB_TRY(allocate(e, &e->resident, "resident tensors"));
   CLB_TRY(allocate(e, &e->vectors, "norms and biases"));
-  CLB_TRY(allocate(e, &e->kv, "keys and values; a smaller context needs less"));
+  CLB_TRY(allocate(e, &e->kv_memory, "keys and values; a smaller context needs less"));
   CLB_TRY(allocate(e, &e->scratch_memory, "scratch; a smaller batch size needs less"));
   // Only a hint: weights are read from one end to the other.
   (void)madvise(e->resident.pages, e->resident.n_bytes, MADV_HUGEPAGE);
   place_scratch(e, e->scratch_memory.pages);
-  e->keys = e->kv.pages;
-  e->values = e->keys + e->graph.n_layers * e->graph.n_kv_heads * e->ctx * e->graph.head_dim;
+  e->kv.keys = e->kv_memory.pages;
+  e->kv.values = e->kv.keys + clb_kv_bytes(e) / 2;
   e->layers = calloc(e->graph.n_layers, sizeof *e->layers);
   if (!e->layers) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
   return COLIBRI_OK;
@@ -437,7 +510,7 @@ void clb_engine_close(clb_engine *e) {
   clb_store_close(e->store);
   if (e->file.fd >= 0) clb_file_close(&e->file);
   clb_pool_close(e->pool);
-  clb_arena *const arenas[] = {&e->resident, &e->vectors, &e->kv, &e->scratch_memory};
+  clb_arena *const arenas[] = {&e->resident, &e->vectors, &e->kv_memory, &e->scratch_memory};
   for (size_t i = 0; i < sizeof arenas / sizeof *arenas; i++) {
     if (arenas[i]->pages) clb_pages_free(arenas[i]->pages, arenas[i]->n_bytes);
   }

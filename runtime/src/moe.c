@@ -1,18 +1,30 @@
 // Feed-forward networks: mixtures of experts, their shared expert, and dense layers.
 //
 // A batch is computed expert by expert: every distinct expert is asked of the store once and applied to all tokens that
-// chose it. Each (token, slot) writes a row of its own; rows are added in the order of the router's slots, so it does
-// not matter in which order experts arrive.
+// chose it. Experts that are in memory at the same time are computed in the same job, together with the shared expert,
+// while others are being read. Each (token, slot) writes a row of its own; rows are added in the order of the router's
+// slots, so it does not matter in which order experts arrive.
 #include <math.h>
 #include <string.h>
 
 #include "engine.h"
 
+// Experts that are computed together: inputs and hidden activations are rows of scratch, one expert's after another's.
+typedef struct {
+  size_t n, n_rows;
+  size_t slot[CLB_MAX_GROUP], first_pair[CLB_MAX_GROUP];
+  size_t first_row[CLB_MAX_GROUP + 1];
+  clb_matrix gate[CLB_MAX_GROUP], up[CLB_MAX_GROUP], down[CLB_MAX_GROUP];
+} expert_group;
+
 typedef struct {
   clb_engine *engine;
-  size_t layer, n_tokens, n_experts;
-  size_t first_pair;  // of the expert being gathered
-  bool shared;
+  size_t layer, n_tokens;
+  size_t n_left;     // experts of the request that were not handed out yet
+  size_t most;       // experts of a group
+  bool shared;       // the layer has a shared expert
+  bool shared_done;  // and it was computed
+  expert_group *group;
 } moe_job;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -39,14 +51,6 @@ static size_t group_by_expert(const clb_scratch *s, size_t n_tokens, size_t k, s
   return n_requested;
 }
 
-static void gather_task(void *context, size_t task, size_t worker) {
-  (void)worker;
-  const moe_job *job = context;
-  const clb_scratch *s = &job->engine->scratch;
-  const size_t h = job->engine->graph.hidden;
-  memcpy(s->gathered + task * h, s->normed + s->token_of[job->first_pair + task] * h, h * sizeof(float));
-}
-
 static clb_matrix part_matrix(const clb_expert *expert, uint16_t role) {
   for (size_t i = 0; i < expert->layout->n_parts; i++) {
     const clb_part *part = &expert->layout->parts[i];
@@ -60,31 +64,112 @@ static clb_matrix part_matrix(const clb_expert *expert, uint16_t role) {
   return (clb_matrix){0};  // not reached: rule 23
 }
 
-// out[t] = down(silu(gate x[t]) * up x[t])
-static void feed_forward(clb_engine *e, const clb_matrix *gate, const clb_matrix *up, const clb_matrix *down,
-                         const float *x, size_t n_tokens, float *out) {
-  const clb_scratch *s = &e->scratch;
-  const size_t h = e->graph.hidden, width = gate->rows;
-  clb_linear_run(
-      e,
-      &(clb_linear){
-          .w = gate, .up = up, .x = x, .ldx = h, .y = s->gate, .y_up = s->up, .ldy = width, .n_tokens = n_tokens},
-      1);
-  clb_linear_run(e, &(clb_linear){.w = down, .x = s->gate, .ldx = width, .y = out, .ldy = h, .n_tokens = n_tokens}, 1);
+// ---------------------------------------------------------------------------------------------------------------------
+// Groups of experts
+
+static size_t n_tokens_of(const clb_engine *e, uint32_t expert) {
+  return e->scratch.start[expert + 1] - e->scratch.start[expert];
 }
 
-static void apply_expert(clb_engine *e, moe_job *job, const clb_expert *expert) {
-  const clb_scratch *s = &e->scratch;
-  const size_t first = s->start[expert->expert], n = s->start[expert->expert + 1] - first;
-  const float *x = s->normed;
-  if (job->n_tokens > 1) {
-    job->first_pair = first;
-    clb_pool_run(e->pool, gather_task, job, n);
-    x = s->gathered;
+static size_t group_rows(const clb_engine *e) {
+  return e->batch_size > e->graph.top_k ? e->batch_size : e->graph.top_k;
+}
+
+// While a request does not fit into the cache, an expert that is held keeps another one from being read.
+static size_t largest_group(const clb_engine *e, size_t n_requested) {
+  return n_requested > e->cache_blocks ? 1 : CLB_MAX_GROUP;
+}
+
+static bool fits(const moe_job *job, const clb_expert *expert) {
+  const clb_engine *e = job->engine;
+  const expert_group *g = job->group;
+  return g->n < job->most && g->n_rows + n_tokens_of(e, expert->expert) <= group_rows(e);
+}
+
+static void add_expert(const clb_engine *e, expert_group *g, const clb_expert *expert) {
+  const size_t i = g->n++;
+  g->slot[i] = expert->slot;
+  g->first_pair[i] = e->scratch.start[expert->expert];
+  g->first_row[i] = g->n_rows;
+  g->n_rows += n_tokens_of(e, expert->expert);
+  g->first_row[g->n] = g->n_rows;
+  g->gate[i] = part_matrix(expert, CLB_PART_GATE);
+  g->up[i] = part_matrix(expert, CLB_PART_UP);
+  g->down[i] = part_matrix(expert, CLB_PART_DOWN);
+}
+
+// The inputs of one row of a group, as the products take them.
+static void gather_task(void *context, size_t task, size_t worker) {
+  (void)worker;
+  const moe_job *job = context;
+  const clb_engine *e = job->engine;
+  const expert_group *g = job->group;
+  size_t i = 0;
+  while (task >= g->first_row[i + 1]) i++;
+  const size_t pair = g->first_pair[i] + task - g->first_row[i];
+  const clb_rows from = clb_rows_from(e->scratch.normed, e->scratch.token_of[pair]);
+  const clb_rows to = clb_rows_from(e->scratch.gathered, task);
+  const bool gate_codes = clb_takes_codes(e, &g->gate[i]), up_codes = clb_takes_codes(e, &g->up[i]);
+  if (gate_codes || up_codes) memcpy(to.codes, from.codes, from.code_bytes);
+  if (!gate_codes || !up_codes) memcpy(to.x, from.x, e->graph.hidden * sizeof *to.x);
+}
+
+// Rows of experts that are equally wide in one go.
+static void quantize_hidden(clb_engine *e, const expert_group *g) {
+  for (size_t i = 0, end; i < g->n; i = end) {
+    for (end = i + 1; end < g->n && g->gate[end].rows == g->gate[i].rows;) end++;
+    clb_quantize(e, clb_rows_from(e->scratch.hidden, g->first_row[i]), g->first_row[end] - g->first_row[i],
+                 g->gate[i].rows);
   }
-  const clb_matrix gate = part_matrix(expert, CLB_PART_GATE), up = part_matrix(expert, CLB_PART_UP),
-                   down = part_matrix(expert, CLB_PART_DOWN);
-  feed_forward(e, &gate, &up, &down, x, n, s->pairs + first * e->graph.hidden);
+}
+
+// The network that all tokens of a layer go through, its first half and its second: the shared expert or a dense layer.
+static clb_linear wide_in(const clb_engine *e, size_t layer, size_t n_tokens) {
+  const clb_layer *l = &e->layers[layer];
+  const clb_scratch *s = &e->scratch;
+  return (clb_linear){.w = &l->gate,
+                      .up = &l->up,
+                      .x = s->normed,
+                      .y = s->wide.x,
+                      .y_up = s->wide_up,
+                      .ldy = s->wide.ld,
+                      .n_tokens = n_tokens};
+}
+
+static clb_linear wide_out(const clb_engine *e, size_t layer, size_t n_tokens) {
+  return (clb_linear){.w = &e->layers[layer].down,
+                      .x = e->scratch.wide,
+                      .y = e->scratch.projected,
+                      .ldy = e->graph.hidden,
+                      .n_tokens = n_tokens};
+}
+
+// out[t] = down(silu(gate x[t]) * up x[t]) of all experts of the group, and of the shared expert if it is still to do.
+static void compute_group(moe_job *job) {
+  clb_engine *e = job->engine;
+  const clb_scratch *s = &e->scratch;
+  const expert_group *g = job->group;
+  const bool shared = job->shared && !job->shared_done;
+  clb_linear in[CLB_MAX_LINEARS], out[CLB_MAX_LINEARS];
+  for (size_t i = 0; i < g->n; i++) {
+    const size_t row = g->first_row[i], n = g->first_row[i + 1] - row;
+    const clb_rows hidden = clb_rows_from(s->hidden, row);
+    in[i] = (clb_linear){.w = &g->gate[i], .up = &g->up[i], .y = hidden.x, .y_up = s->up + row * hidden.ld};
+    in[i].x = job->n_tokens == 1 ? s->normed : clb_rows_from(s->gathered, row);
+    in[i].ldy = hidden.ld;
+    in[i].n_tokens = n;
+    out[i] = (clb_linear){.w = &g->down[i], .x = hidden, .y = s->pairs + g->first_pair[i] * e->graph.hidden};
+    out[i].ldy = e->graph.hidden;
+    out[i].n_tokens = n;
+  }
+  in[g->n] = wide_in(e, job->layer, job->n_tokens);
+  out[g->n] = wide_out(e, job->layer, job->n_tokens);
+  if (job->n_tokens > 1) clb_pool_run(e->pool, gather_task, job, g->n_rows);
+  clb_linear_run(e, in, g->n + shared);
+  quantize_hidden(e, g);
+  if (shared) clb_quantize(e, s->wide, job->n_tokens, e->layers[job->layer].gate.rows);
+  clb_linear_run(e, out, g->n + shared);
+  job->shared_done = true;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -97,7 +182,7 @@ static void add_task(void *context, size_t task, size_t worker) {
   const clb_engine *e = job->engine;
   const clb_scratch *s = &e->scratch;
   const size_t h = e->graph.hidden, k = e->graph.top_k;
-  float *sum = s->gathered + task * h;  // free by now
+  float *sum = s->gathered.x + task * h;  // free by now
   memset(sum, 0, h * sizeof *sum);
   for (size_t slot = 0; slot < k; slot++) {
     const size_t i = task * k + slot;
@@ -106,7 +191,7 @@ static void add_task(void *context, size_t task, size_t worker) {
   if (job->shared) {
     float scale = 1;
     if (e->graph.shared_gated) {
-      const float score = clb_dot_f32(e->kernels, e->layers[job->layer].shared_router, s->normed + task * h, h);
+      const float score = clb_dot_f32(e->kernels, e->layers[job->layer].shared_router, s->normed.x + task * h, h);
       scale = (float)(1 / (1 + exp(-(double)score)));
     }
     clb_axpy_f32(e->kernels, sum, s->projected + task * h, scale, h);
@@ -114,54 +199,76 @@ static void add_task(void *context, size_t task, size_t worker) {
   clb_axpy_f32(e->kernels, s->x + task * h, sum, 1, h);
 }
 
-static colibri_status apply_experts(clb_engine *e, moe_job *job, size_t n_requested) {
-  const clb_layer *layer = &e->layers[job->layer];
-  if (!clb_store_begin(e->store, e->graph.layers[job->layer].row, e->scratch.requested, n_requested)) {
-    return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", clb_store_error(e->store));
-  }
-  double time = clb_seconds();
-  if (job->shared) {  // while the first reads are under way
-    feed_forward(e, &layer->gate, &layer->up, &layer->down, e->scratch.normed, job->n_tokens, e->scratch.projected);
-  }
-  colibri_status status = COLIBRI_OK;
-  for (;;) {
-    clb_expert expert;
-    const double before = clb_seconds();
-    e->metrics.experts_seconds += before - time;
-    const clb_store_status next = clb_store_next(e->store, &expert);
-    time = clb_seconds();
-    e->metrics.io_wait_seconds += time - before;
-    if (next == CLB_STORE_DONE) break;
-    if (next != CLB_STORE_READY) {
-      status = clb_fail(e->error, COLIBRI_ERROR_IO, "%s", clb_store_error(e->store));
-      break;
-    }
-    apply_expert(e, job, &expert);
-    clb_store_release(e->store, expert.slot);
-  }
-  clb_store_end(e->store);
+// The next expert of the request, or what prevents it, waiting only if `wait`. Threads that spin would take time from
+// those that read.
+static clb_store_status next_expert(moe_job *job, clb_expert *expert, bool wait) {
+  clb_engine *e = job->engine;
+  if (job->n_left == 0) return CLB_STORE_DONE;
+  const bool ready = clb_store_n_ready(e->store) > 0;
+  if (!ready && !wait) return CLB_STORE_FULL;
+  if (!ready) clb_pool_rest(e->pool);
+  const double before = clb_seconds();
+  const clb_store_status status = clb_store_next(e->store, expert);
+  if (!ready) e->metrics.io_wait_seconds += clb_seconds() - before;
+  if (status == CLB_STORE_READY) job->n_left--;
   return status;
 }
 
-colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens, size_t position) {
-  moe_job job = {.engine = e,
-                 .layer = layer,
-                 .n_tokens = n_tokens,
-                 .n_experts = e->graph.layers[layer].n_experts,
-                 .shared = e->graph.shared_width > 0};
+static void release_group(clb_engine *e, expert_group *g) {
+  for (size_t i = 0; i < g->n; i++) clb_store_release(e->store, g->slot[i]);
+  g->n = g->n_rows = 0;
+}
+
+// Computes the request's experts in groups of what is ready. The shared expert comes first if nothing is.
+static clb_store_status apply_request(moe_job *job) {
+  clb_engine *e = job->engine;
+  expert_group *g = job->group;
+  for (;;) {
+    clb_expert expert;
+    const bool idle = g->n == 0 && (!job->shared || job->shared_done);
+    const clb_store_status status = next_expert(job, &expert, idle);
+    if (status == CLB_STORE_READY && fits(job, &expert)) {
+      add_expert(e, g, &expert);
+      continue;
+    }
+    if (idle && status != CLB_STORE_READY) return status;
+    compute_group(job);
+    release_group(e, g);
+    if (status == CLB_STORE_READY) add_expert(e, g, &expert);
+  }
+}
+
+static colibri_status apply_experts(clb_engine *e, moe_job *job, size_t n_requested) {
+  if (!clb_store_begin(e->store, e->graph.layers[job->layer].row, e->scratch.requested, n_requested)) {
+    return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", clb_store_error(e->store));
+  }
+  job->n_left = n_requested;
+  job->most = largest_group(e, n_requested);
+  const double before = clb_seconds(), waited = e->metrics.io_wait_seconds;
+  const clb_store_status status = apply_request(job);
+  e->metrics.experts_seconds += clb_seconds() - before - (e->metrics.io_wait_seconds - waited);
+  colibri_status result = COLIBRI_OK;
+  if (status != CLB_STORE_DONE) result = clb_fail(e->error, COLIBRI_ERROR_IO, "%s", clb_store_error(e->store));
+  clb_store_end(e->store);
+  return result;
+}
+
+colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens) {
+  expert_group group = {0};
+  moe_job job = {
+      .engine = e, .layer = layer, .n_tokens = n_tokens, .shared = e->graph.shared_width > 0, .group = &group};
   size_t bad = 0;
   const double before = clb_seconds();
   if (!clb_route(e, layer, n_tokens, &bad)) {
-    return clb_fail(
-        e->error, COLIBRI_ERROR_NUMERIC,
-        "layer %zu, position %zu: the router's scores are not finite; 'colibri verify' finds NaN in weights", layer,
-        position + bad);
+    return clb_fail(e->error, COLIBRI_ERROR_NUMERIC,
+                    "layer %zu, position %u: the router's scores are not finite; 'colibri verify' finds NaN in weights",
+                    layer, e->scratch.position[bad]);
   }
-  clb_record_trace(e, layer, n_tokens, position);
-  const size_t n_requested = group_by_expert(&e->scratch, n_tokens, e->graph.top_k, job.n_experts);
+  clb_record_trace(e, layer, n_tokens);
+  const size_t n_requested =
+      group_by_expert(&e->scratch, n_tokens, e->graph.top_k, e->graph.layers[layer].n_experts);
   e->metrics.router_seconds += clb_seconds() - before;
-  const colibri_status status = apply_experts(e, &job, n_requested);
-  if (status != COLIBRI_OK) return status;
+  CLB_TRY(apply_experts(e, &job, n_requested));
   const double adding = clb_seconds();
   clb_pool_run(e->pool, add_task, &job, n_tokens);
   e->metrics.experts_seconds += clb_seconds() - adding;
@@ -169,9 +276,11 @@ colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens, size_t posi
 }
 
 void clb_dense(clb_engine *e, size_t layer, size_t n_tokens) {
-  const clb_layer *l = &e->layers[layer];
   const double before = clb_seconds();
-  feed_forward(e, &l->gate, &l->up, &l->down, e->scratch.normed, n_tokens, e->scratch.projected);
+  const clb_linear in = wide_in(e, layer, n_tokens), out = wide_out(e, layer, n_tokens);
+  clb_linear_run(e, &in, 1);
+  clb_quantize(e, e->scratch.wide, n_tokens, e->layers[layer].gate.rows);
+  clb_linear_run(e, &out, 1);
   clb_axpy_f32(e->kernels, e->scratch.x, e->scratch.projected, 1, n_tokens * e->graph.hidden);
   e->metrics.experts_seconds += clb_seconds() - before;
 }

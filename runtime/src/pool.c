@@ -19,6 +19,7 @@ struct clb_pool {
   _Atomic size_t done;
   _Atomic size_t n_sleeping;  // workers waiting on `wake`
   _Atomic bool caller_sleeps;
+  _Atomic bool resting;  // no job is near: waiting threads do not spin
   _Atomic bool stop;
   clb_task_fn fn;
   void *context;
@@ -75,11 +76,13 @@ static void *worker_main(void *argument) {
   clb_pool *pool = self->pool;
   while (!atomic_load(&pool->stop)) {
     size_t spins = 0;
-    while (!has_tasks(atomic_load(&pool->state)) && spins < SPINS) {
+    bool busy = has_tasks(atomic_load(&pool->state));
+    while (!busy && spins < SPINS && !atomic_load_explicit(&pool->resting, memory_order_relaxed)) {
       pause_cpu();
       spins++;
+      busy = has_tasks(atomic_load(&pool->state));
     }
-    if (spins == SPINS) sleep_until_work(pool);
+    if (!busy) sleep_until_work(pool);
     work(pool, self->number);
   }
   return NULL;
@@ -149,6 +152,7 @@ void clb_pool_run(clb_pool *pool, clb_task_fn fn, void *context, size_t n_tasks)
   pool->fn = fn;
   pool->context = context;
   atomic_store(&pool->done, 0);
+  atomic_store_explicit(&pool->resting, false, memory_order_relaxed);
   uint64_t job = (atomic_load(&pool->state) >> (2 * TASK_BITS)) + 1;
   atomic_store(&pool->state, (job << (2 * TASK_BITS)) | ((uint64_t)n_tasks << TASK_BITS));
   if (atomic_load(&pool->n_sleeping) > 0) {
@@ -158,4 +162,8 @@ void clb_pool_run(clb_pool *pool, clb_task_fn fn, void *context, size_t n_tasks)
   }
   work(pool, 0);
   wait_until_done(pool, n_tasks);
+}
+
+void clb_pool_rest(clb_pool *pool) {
+  atomic_store_explicit(&pool->resting, true, memory_order_relaxed);
 }

@@ -22,4 +22,7 @@ size_t clb_pool_threads(const clb_pool *pool);
 // Returns when all tasks are done. n_tasks <= CLB_POOL_MAX_TASKS. Not to be called from a task.
 void clb_pool_run(clb_pool *pool, clb_task_fn fn, void *context, size_t n_tasks);
 
+// Sends waiting threads to sleep until the next job, for a caller that is about to wait for something else.
+void clb_pool_rest(clb_pool *pool);
+
 #endif

@@ -528,13 +528,23 @@ static void wait_for_read(clb_store *s) {
   finish_read(s, read);
 }
 
+static void take_finished_reads(clb_store *s) {
+  for (clb_read *read; s->in_flight > 0 && (read = s->backend->poll(s->io)) != NULL;) finish_read(s, read);
+}
+
+size_t clb_store_n_ready(clb_store *s) {
+  if (!s->request.open) return 0;
+  take_finished_reads(s);
+  return s->request.failed ? 0 : s->request.n_ready_pushed - s->request.n_given;
+}
+
 clb_store_status clb_store_next(clb_store *s, clb_expert *out) {
   request *q = &s->request;
   if (!q->open) {
     fail(s, "no request is open, expected clb_store_begin first");
     return CLB_STORE_FAILED;
   }
-  for (clb_read *read; s->in_flight > 0 && (read = s->backend->poll(s->io)) != NULL;) finish_read(s, read);
+  take_finished_reads(s);
   start_reads(s);
   while (q->n_given == q->n_ready_pushed && !q->failed) {
     if (q->n_given == q->n) return CLB_STORE_DONE;

@@ -96,6 +96,10 @@ bool clb_store_begin(clb_store *store, size_t row, const uint32_t *experts, size
  * ends the request: CLB_STORE_FAILED, and the text names layer, expert, offset and cause. Experts still held stay
  * valid until clb_store_end; the store can be used for further requests. */
 clb_store_status clb_store_next(clb_store *store, clb_expert *out);
+
+/* How many experts of the request clb_store_next can hand out without waiting. 0 without a request. */
+size_t clb_store_n_ready(clb_store *store);
+
 void clb_store_release(clb_store *store, size_t slot);  // of an expert that is held; others are left alone
 
 /* Ends the request, releasing what is still held. May come at any time, also without a request. */
