@@ -117,6 +117,24 @@ static void check_type(const clb_type *t) {
   if (unit == 1) check_matmul(t, 7, 3, 5, 1);
 }
 
+// 7 rows of n sums over 5 rows of n; the scalar kernel is calls of axpy.
+static void check_mix(const clb_kernels *scalar, const clb_kernels *best, const float *x, size_t n) {
+  enum { ROWS = 7, TERMS = 5 };
+  float *src = random_floats(TERMS * n), *a = allocate(ROWS * n * sizeof *a), *b = allocate(ROWS * n * sizeof *b);
+  float scale[ROWS * TERMS];
+  for (size_t i = 0; i < ROWS * TERMS; i++) scale[i] = src[i % (TERMS * n)] * 0.7f;
+  for (size_t i = 0; i < ROWS * n; i++) a[i] = b[i] = x[i % n];
+  clb_mix_f32(scalar, a, n, scale, TERMS, src, TERMS, ROWS, n);
+  clb_mix_f32(best, b, n, scale, TERMS, src, TERMS, ROWS, n);
+  expect_same(a, b, ROWS * n, "mix");
+  memcpy(b, x, n * sizeof *b);
+  for (size_t i = 0; i < TERMS; i++) clb_axpy_f32(best, b, src + i * n, scale[TERMS + i], n);
+  expect_same(a + n, b, n, "mix and axpy");
+  free(src);
+  free(a);
+  free(b);
+}
+
 static void check_vectors(size_t n) {
   const clb_kernels *scalar = clb_kernels_scalar(), *best = clb_kernels_best();
   float *x = random_floats(n), *y = random_floats(n), *a = allocate(n * sizeof *a), *b = allocate(n * sizeof *b);
@@ -129,6 +147,7 @@ static void check_vectors(size_t n) {
   expect_same(a, b, n, "exp");
   clb_axpy_f32(scalar, a, y, 0.3f, n), clb_axpy_f32(best, b, y, 0.3f, n);
   expect_same(a, b, n, "axpy");
+  check_mix(scalar, best, x, n);
   clb_silu_mul(scalar, a, x, y, n), clb_silu_mul(best, b, x, y, n);
   expect_same(a, b, n, "silu_mul");
   uint16_t *c = allocate(n * sizeof *c), *d = allocate(n * sizeof *d);
