@@ -310,9 +310,7 @@ class Engine:
     def _sequence(self, number: int) -> int:
         if 0 <= number < self.info.n_sequences:
             return number
-        raise UsageError(
-            f"sequence {number}: this engine was opened for {self.info.n_sequences}"
-        )
+        raise UsageError(f"sequence {number}: this engine was opened for {self.info.n_sequences}")
 
     def _eval_in_thread(self, ids: Any, n_tokens: int, n_logits: int) -> None:
         self._in_thread(

@@ -15,8 +15,8 @@ TOKENS = [int(t) for t in np.random.default_rng(9).integers(0, VOCAB, N)]
 ROW_BYTES = {"f32": 128, "f16": 64, "q8_0": 34, "q4_0": 18}  # of a head of 32
 
 # Largest difference from f32 by position, as a share of the range of logits: its mean over
-# positions. Keys and values are rounded by 2^-12, 1/254 and 1/16 of a block's largest magnitude, and
-# random weights make twenty to forty times 1/100 of that of it: 2e-4, 5e-3 and 0.09 are seen.
+# positions. Keys and values are rounded by 2^-12, 1/254 and 1/16 of a block's largest magnitude;
+# behind two layers of random weights, about 2e-4, 5e-3 and 0.09 are seen.
 TOLERANCE = {"f16": 6e-4, "q8_0": 1.5e-2, "q4_0": 0.2}
 
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         windows=[0, 700],
         attention_scale=0.03,
         top_k=12,
-        **{"context_length": 8192},
+        context_length=8192,
     )
 
 

@@ -51,7 +51,7 @@ def test_decoding_together_gives_the_bits_of_each_alone(model: Path, precision: 
     starts = [len(text) - 1 for text in TEXTS]
     starts[2] = 280
     with Engine(model, precision=precision, sequences=4, threads=2) as engine:
-        engine.eval_many({i: t[:s] for i, (t, s) in enumerate(zip(TEXTS, starts)) if s}, 0)
+        engine.eval_many({i: TEXTS[i][:start] for i, start in enumerate(starts) if start}, 0)
         found = engine.eval_many({i: [TEXTS[i][starts[i]]] for i in (3, 0, 2, 1)})
         for i, row in zip((3, 0, 2, 1), found, strict=True):
             assert np.array_equal(row[0], expected[i][starts[i]])
@@ -97,7 +97,11 @@ def test_logits_anywhere_in_memory_are_the_same(model: Path) -> None:
         room = np.full((2 + 3 + 1 + 2, vocab), np.nan, np.float32)
         base = ffi.from_buffer("float[]", room)
         appends, keep = ffi.new("colibri_append[3]"), []
-        for append, i, n, at in ((appends[0], 0, 3, 5), (appends[1], 1, 0, 0), (appends[2], 2, 2, 0)):
+        for append, i, n, at in (
+            (appends[0], 0, 3, 5),
+            (appends[1], 1, 0, 0),
+            (appends[2], 2, 2, 0),
+        ):
             keep.append(ffi.new("uint32_t[]", TEXTS[i]))
             append.sequence, append.tokens, append.n_tokens = i, keep[-1], len(TEXTS[i])
             append.n_logits = n
@@ -130,10 +134,14 @@ def test_what_cannot_be_evaluated_is_refused_and_changes_nothing(model: Path) ->
         ids = ffi.new("uint32_t[1]")
         for append in appends:
             append.sequence, append.tokens, append.n_tokens = 1, ids, 1
-        assert lib.colibri_eval_sequences(engine._handle(), appends, 2) == lib.COLIBRI_ERROR_ARGUMENT
+        assert (
+            lib.colibri_eval_sequences(engine._handle(), appends, 2) == lib.COLIBRI_ERROR_ARGUMENT
+        )
         assert b"sequence 1 is named twice" in ffi.string(lib.colibri_error(engine._handle()))
         appends[0].sequence = 7
-        assert lib.colibri_eval_sequences(engine._handle(), appends, 1) == lib.COLIBRI_ERROR_ARGUMENT
+        assert (
+            lib.colibri_eval_sequences(engine._handle(), appends, 1) == lib.COLIBRI_ERROR_ARGUMENT
+        )
         assert b"sequence 7: this model was opened for 2" in ffi.string(
             lib.colibri_error(engine._handle())
         )

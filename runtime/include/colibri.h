@@ -205,7 +205,8 @@ COLIBRI_API colibri_status colibri_eval_sequences(colibri_model *model, const co
 COLIBRI_API colibri_status colibri_eval_sequences_start(colibri_model *model, const colibri_append *appends,
                                                         size_t n_appends);
 
-/* Waits for what colibri_eval_start or colibri_eval_sequences_start started: its status, or COLIBRI_BUSY after `seconds` (< 0: waits for ever). */
+/* Waits for what colibri_eval_start or colibri_eval_sequences_start started: its status, or COLIBRI_BUSY after
+ * `seconds` (< 0: waits for ever). */
 COLIBRI_API colibri_status colibri_wait(colibri_model *model, double seconds);
 
 /* Ends the running evaluation at its next layer: it returns COLIBRI_CANCELLED. Without one it does nothing.

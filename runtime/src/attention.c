@@ -106,8 +106,8 @@ static void add_values(const attention_job *job, const tile *t, range chunk, con
     }
   }
   const size_t skipped = common.begin - chunk.begin;
-  clb_mix_f32(k, out, stride(job), scores + skipped, CLB_ATTENTION_CHUNK, values + skipped * d, common.end - common.begin,
-              n_queries, d);
+  clb_mix_f32(k, out, stride(job), scores + skipped, CLB_ATTENTION_CHUNK, values + skipped * d,
+              common.end - common.begin, n_queries, d);
   for (size_t q = 0; q < n_queries; q++) {
     const range r = visible(job, t->position + q / job->group, chunk);
     for (size_t i = r.begin > common.end ? r.begin : common.end; i < r.end; i++) {
@@ -198,8 +198,7 @@ static void tile_task(void *context, size_t task, size_t worker) {
     token += span->n_tokens;
   }
   const size_t first = (tiles_of(span) - 1 - index) * CLB_ATTENTION_TILE, left = span->n_tokens - first;
-  const tile t =
-      make_tile(job, token + first, left < CLB_ATTENTION_TILE ? left : CLB_ATTENTION_TILE, task % n_kv);
+  const tile t = make_tile(job, token + first, left < CLB_ATTENTION_TILE ? left : CLB_ATTENTION_TILE, task % n_kv);
   attend_tile(job, &t, worker);
 }
 

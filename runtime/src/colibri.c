@@ -15,10 +15,10 @@ struct colibri_model {
   clb_engine engine;
   colibri_memory memory;
   clb_store_metrics store_base;  // the store's counters at the last reset
-  uint64_t *positions;   // [n_sequences]
-  clb_span *spans;       // [n_sequences] of a batch
-  colibri_append *jobs;  // [n_sequences] of an evaluation
-  size_t *done;          // [n_sequences] tokens of a job that were evaluated
+  uint64_t *positions;           // [n_sequences]
+  clb_span *spans;               // [n_sequences] of a batch
+  colibri_append *jobs;          // [n_sequences] of an evaluation
+  size_t *done;                  // [n_sequences] tokens of a job that were evaluated
   char error[COLIBRI_ERROR_BYTES];
 
   // A started evaluation. `running` and `result` are guarded by the mutex.

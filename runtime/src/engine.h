@@ -155,7 +155,8 @@ void clb_kv_write(const clb_engine *e, uint8_t *head, size_t position, const flo
 void clb_attention(clb_engine *e, size_t layer, const clb_batch *batch);
 
 // router.c: scratch.chosen and scratch.weights of every token, from scratch.normed. False, and the token in *bad, when
-// scores are not finite. The trace is of what was chosen last, for sequence 0. Router products are exact in any precision.
+// scores are not finite. The trace is of what was chosen last, for sequence 0. Router products are exact in any
+// precision.
 bool clb_route(clb_engine *e, size_t layer, size_t n_tokens, size_t *bad);
 void clb_record_trace(const clb_engine *e, size_t layer, size_t n_tokens);
 

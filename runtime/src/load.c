@@ -63,8 +63,10 @@ static colibri_status check_kinds(const clb_engine *e, const colibri_options *o)
 }
 
 static colibri_status choose_kv_type(clb_engine *e, colibri_kv_type asked) {
-  static const uint32_t types[] = {
-      [COLIBRI_KV_F32] = CLB_F32, [COLIBRI_KV_F16] = CLB_F16, [COLIBRI_KV_Q8_0] = CLB_Q8_0, [COLIBRI_KV_Q4_0] = CLB_Q4_0};
+  static const uint32_t types[] = {[COLIBRI_KV_F32] = CLB_F32,
+                                   [COLIBRI_KV_F16] = CLB_F16,
+                                   [COLIBRI_KV_Q8_0] = CLB_Q8_0,
+                                   [COLIBRI_KV_Q4_0] = CLB_Q4_0};
   if (asked == COLIBRI_KV_DEFAULT) asked = e->precision == COLIBRI_FAST ? COLIBRI_KV_F16 : COLIBRI_KV_F32;
   if ((size_t)asked >= sizeof types / sizeof *types) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "kv type: expected a colibri_kv_type, found %d", (int)asked);

@@ -265,8 +265,7 @@ colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens) {
                     layer, e->scratch.position[bad]);
   }
   clb_record_trace(e, layer, n_tokens);
-  const size_t n_requested =
-      group_by_expert(&e->scratch, n_tokens, e->graph.top_k, e->graph.layers[layer].n_experts);
+  const size_t n_requested = group_by_expert(&e->scratch, n_tokens, e->graph.top_k, e->graph.layers[layer].n_experts);
   e->metrics.router_seconds += clb_seconds() - before;
   CLB_TRY(apply_experts(e, &job, n_requested));
   const double adding = clb_seconds();

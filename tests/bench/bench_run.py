@@ -168,7 +168,9 @@ def main() -> None:
         print(f"| {name} | {x:.2f} | {y:.2f} | **{y / x:.2f}** | {ratios} |")
     rate = statistics.median(t[f"tg{args.generate}"] for t in ours) * n_bytes / 1e9
     bandwidth = statistics.median(bandwidths)
-    print(f"\ndecode reads {rate:.2f} GB/s of weights: {100 * rate / bandwidth:.0f} % of the", end=" ")
+    print(
+        f"\ndecode reads {rate:.2f} GB/s of weights: {100 * rate / bandwidth:.0f} % of the", end=" "
+    )
     print(f"{bandwidth:.2f} GB/s that plain reads reach")
 
 
