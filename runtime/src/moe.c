@@ -20,7 +20,6 @@ typedef struct {
 typedef struct {
   clb_engine *engine;
   size_t layer, n_tokens;
-  size_t n_left;     // experts of the request that were not handed out yet
   size_t most;       // experts of a group
   bool shared;       // the layer has a shared expert
   bool shared_done;  // and it was computed
@@ -201,16 +200,13 @@ static void add_task(void *context, size_t task, size_t worker) {
 
 // The next expert of the request, or what prevents it, waiting only if `wait`. Threads that spin would take time from
 // those that read.
-static clb_store_status next_expert(moe_job *job, clb_expert *expert, bool wait) {
-  clb_engine *e = job->engine;
-  if (job->n_left == 0) return CLB_STORE_DONE;
-  const bool ready = clb_store_n_ready(e->store) > 0;
-  if (!ready && !wait) return CLB_STORE_FULL;
-  if (!ready) clb_pool_rest(e->pool);
+static clb_store_status next_expert(clb_engine *e, clb_expert *expert, bool wait) {
+  clb_store_status status = clb_store_try_next(e->store, expert);
+  if (status != CLB_STORE_PENDING || !wait) return status;
+  clb_pool_rest(e->pool);
   const double before = clb_seconds();
-  const clb_store_status status = clb_store_next(e->store, expert);
-  if (!ready) e->metrics.io_wait_seconds += clb_seconds() - before;
-  if (status == CLB_STORE_READY) job->n_left--;
+  status = clb_store_next(e->store, expert);
+  e->metrics.io_wait_seconds += clb_seconds() - before;
   return status;
 }
 
@@ -226,7 +222,7 @@ static clb_store_status apply_request(moe_job *job) {
   for (;;) {
     clb_expert expert;
     const bool idle = g->n == 0 && (!job->shared || job->shared_done);
-    const clb_store_status status = next_expert(job, &expert, idle);
+    const clb_store_status status = next_expert(e, &expert, idle);
     if (status == CLB_STORE_READY && fits(job, &expert)) {
       add_expert(e, g, &expert);
       continue;
@@ -242,7 +238,6 @@ static colibri_status apply_experts(clb_engine *e, moe_job *job, size_t n_reques
   if (!clb_store_begin(e->store, e->graph.layers[job->layer].row, e->scratch.requested, n_requested)) {
     return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", clb_store_error(e->store));
   }
-  job->n_left = n_requested;
   job->most = largest_group(e, n_requested);
   const double before = clb_seconds(), waited = e->metrics.io_wait_seconds;
   const clb_store_status status = apply_request(job);

@@ -528,27 +528,18 @@ static void wait_for_read(clb_store *s) {
   finish_read(s, read);
 }
 
-static void take_finished_reads(clb_store *s) {
-  for (clb_read *read; s->in_flight > 0 && (read = s->backend->poll(s->io)) != NULL;) finish_read(s, read);
-}
-
-size_t clb_store_n_ready(clb_store *s) {
-  if (!s->request.open) return 0;
-  take_finished_reads(s);
-  return s->request.failed ? 0 : s->request.n_ready_pushed - s->request.n_given;
-}
-
-clb_store_status clb_store_next(clb_store *s, clb_expert *out) {
+static clb_store_status next_expert(clb_store *s, clb_expert *out, bool wait) {
   request *q = &s->request;
   if (!q->open) {
     fail(s, "no request is open, expected clb_store_begin first");
     return CLB_STORE_FAILED;
   }
-  take_finished_reads(s);
+  for (clb_read *read; s->in_flight > 0 && (read = s->backend->poll(s->io)) != NULL;) finish_read(s, read);
   start_reads(s);
   while (q->n_given == q->n_ready_pushed && !q->failed) {
     if (q->n_given == q->n) return CLB_STORE_DONE;
     if (s->in_flight == 0) return CLB_STORE_FULL;
+    if (!wait) return CLB_STORE_PENDING;
     wait_for_read(s);
   }
   if (q->failed) return CLB_STORE_FAILED;
@@ -564,6 +555,14 @@ clb_store_status clb_store_next(clb_store *s, clb_expert *out) {
                       .data = s->arena + (uint64_t)(x - s->slots) * s->slot_bytes,
                       .layout = clb_container_layout(s->container, block.layout)};
   return CLB_STORE_READY;
+}
+
+clb_store_status clb_store_next(clb_store *s, clb_expert *out) {
+  return next_expert(s, out, true);
+}
+
+clb_store_status clb_store_try_next(clb_store *s, clb_expert *out) {
+  return next_expert(s, out, false);
 }
 
 void clb_store_release(clb_store *s, size_t position) {

@@ -85,7 +85,8 @@ typedef enum {
   CLB_STORE_FAILED = -1,
   CLB_STORE_DONE = 0,  // every expert of the request was handed out
   CLB_STORE_READY = 1,
-  CLB_STORE_FULL = 2,  // release one of the experts you hold, then ask again
+  CLB_STORE_FULL = 2,     // release one of the experts you hold, then ask again
+  CLB_STORE_PENDING = 3,  // clb_store_try_next only: the next one is being read
 } clb_store_status;
 
 /* Starts reading what is missing of `experts[n]`, distinct experts of `row`. False, and an error text, when the row or
@@ -97,8 +98,9 @@ bool clb_store_begin(clb_store *store, size_t row, const uint32_t *experts, size
  * valid until clb_store_end; the store can be used for further requests. */
 clb_store_status clb_store_next(clb_store *store, clb_expert *out);
 
-/* How many experts of the request clb_store_next can hand out without waiting. 0 without a request. */
-size_t clb_store_n_ready(clb_store *store);
+/* The same without waiting: CLB_STORE_PENDING while only a read would help. So a caller can take all that are ready now
+ * and compute them together. */
+clb_store_status clb_store_try_next(clb_store *store, clb_expert *out);
 
 void clb_store_release(clb_store *store, size_t slot);  // of an expert that is held; others are left alone
 

@@ -228,10 +228,7 @@ static void run_random_request(clb_store *s, const clb_container *c, rng *r) {
   CHECK(clb_store_begin(s, row, experts, n));
   while (n_seen < give_up) {
     clb_expert e;
-    const bool ready = clb_store_n_ready(s) > 0;
-    const uint64_t waited = metrics_of(s).wait_ns;
     clb_store_status status = clb_store_next(s, &e);
-    CHECK(!ready || (status == CLB_STORE_READY && metrics_of(s).wait_ns == waited));
     if (status == CLB_STORE_DONE) break;
     CHECK(status == CLB_STORE_READY || (status == CLB_STORE_FULL && n_held > 0));
     if (status == CLB_STORE_READY) {
@@ -334,11 +331,10 @@ static int run_overlap(const char *path) {
   CHECK(clb_store_begin(s, 1, experts, 5));
   for (size_t i = 0; i < 2; i++) {
     clb_expert e;
-    CHECK(clb_store_n_ready(s) == 2 - i);
     CHECK(clb_store_next(s, &e) == CLB_STORE_READY && e.expert == there[i] && same_as_file(c, 1, &e));
     clb_store_release(s, e.slot);
   }
-  CHECK(metrics_of(s).wait_ns == waited && clb_store_n_ready(s) == 0);
+  CHECK(metrics_of(s).wait_ns == waited);
   for (size_t i = 0; i < 3; i++) {
     clb_expert e;
     CHECK(clb_store_next(s, &e) == CLB_STORE_READY && same_as_file(c, 1, &e));
