@@ -93,21 +93,21 @@ def test_logits_anywhere_in_memory_are_the_same(model: Path) -> None:
     """Logits of consecutive appends are one product when they adjoin, and several when not."""
     expected = alone(model, "exact")
     vocab = VOCAB
-    with Engine(model, sequences=3) as engine:
+    with Engine(model, sequences=4) as engine:
         room = np.full((2 + 3 + 1 + 2, vocab), np.nan, np.float32)
         base = ffi.from_buffer("float[]", room)
         appends, keep = ffi.new("colibri_append[3]"), []
         for append, i, n, at in (
             (appends[0], 0, 3, 5),
             (appends[1], 1, 0, 0),
-            (appends[2], 2, 2, 0),
+            (appends[2], 3, 2, 0),
         ):
             keep.append(ffi.new("uint32_t[]", TEXTS[i]))
             append.sequence, append.tokens, append.n_tokens = i, keep[-1], len(TEXTS[i])
             append.n_logits = n
             append.logits = base + at * vocab if n else ffi.NULL
         assert lib.colibri_eval_sequences(engine._handle(), appends, 3) == lib.COLIBRI_OK
-    assert np.array_equal(room[:2], expected[2][-2:])
+    assert np.array_equal(room[:2], expected[3][-2:])
     assert np.isnan(room[2:5]).all()
     assert np.array_equal(room[5:], expected[0][-3:])
 
