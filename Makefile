@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt csrc/binding.py $(wildcard colibri_tools/_cdef*.h csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c)
+SOURCES := pyproject.toml CMakeLists.txt csrc/binding.py $(wildcard colibri_tools/_cdef*.h csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.[ch])
 DEMO := build/demo
 
 .PHONY: demo demo-chat dev test oracle lint format sanitize valgrind fuzz wheel clean

@@ -24,6 +24,16 @@ typedef enum {
 } colibri_check;
 
 typedef enum {
+  COLIBRI_IO_AUTO = 0,
+  COLIBRI_IO_PREAD = 1,
+  COLIBRI_IO_URING = 2,
+  COLIBRI_IO_MMAP = 3,
+  COLIBRI_IO_BUFFERED = 4,
+} colibri_io;
+
+enum { COLIBRI_DEFAULT_BATCH_SIZE = 256 };
+
+typedef enum {
   COLIBRI_EXACT = 0,
   COLIBRI_FAST = 1,
 } colibri_precision;
@@ -44,6 +54,12 @@ typedef struct {
   uint64_t batch_size;
   uint64_t expert_cache_bytes;
   colibri_check check;
+  colibri_io io;
+  uint32_t prefetch_depth;
+  uint64_t preload_bytes;
+  uint64_t ram_budget_bytes;
+  uint64_t logits_rows;
+  bool pin_threads;
   colibri_precision precision;
   colibri_kv_type kv_type;
   uint64_t n_sequences;
@@ -54,19 +70,50 @@ void colibri_options_init(colibri_options *options);
 typedef struct {
   uint64_t ctx;
   uint64_t context_length;
+  uint64_t vocab_size;
+  uint64_t n_tokens;
   uint64_t metadata_bytes;
   uint64_t resident_bytes;
   uint64_t kv_bytes;
   uint64_t cache_bytes;
   uint64_t min_cache_bytes;
+  uint64_t token_bytes;
   uint64_t all_experts_bytes;
   uint64_t scratch_bytes;
+  uint64_t other_bytes;
   uint64_t total_bytes;
+  uint64_t min_total_bytes;
+  uint64_t budget_bytes;
+  uint64_t reserve_bytes;
   uint64_t available_bytes;
+  const char *available_limit;
 } colibri_memory;
 
 colibri_status colibri_estimate(const char *path, const colibri_options *options, colibri_memory *memory,
                                             char *error, size_t error_bytes);
+
+typedef struct {
+  double bytes_per_second;
+  uint64_t bytes, reads;
+  double seconds;
+  uint64_t block_bytes;
+  uint32_t depth;
+  bool direct;
+} colibri_drive;
+
+colibri_status colibri_probe_drive(const char *path, uint32_t depth, double seconds, colibri_drive *drive,
+                                               char *error, size_t error_bytes);
+
+bool colibri_wants_probe(const colibri_memory *memory);
+
+enum { COLIBRI_MAX_ADVICE = 8 };
+
+typedef struct {
+  bool warning;
+  char text[256];
+} colibri_advice;
+
+size_t colibri_advise(const colibri_memory *memory, const colibri_drive *drive, colibri_advice *advice);
 
 typedef struct colibri_model colibri_model;
 
@@ -150,9 +197,26 @@ typedef struct {
   const char *io_backend;
   bool io_direct;
   const char *io_reason;
+  uint64_t prefetch_guessed;
+  uint64_t prefetch_right;
+  uint64_t prefetch_chosen;
+  uint64_t prefetch_reads;
+  uint64_t prefetch_useful_bytes, prefetch_wasted_bytes;
+  uint64_t prefetch_paused;
+  uint64_t preloaded_bytes;
+  double preload_seconds;
 } colibri_metrics;
 
 void colibri_get_metrics(const colibri_model *model, colibri_metrics *metrics);
+
+typedef struct {
+  double attention_seconds, router_seconds, experts_seconds, io_wait_seconds;
+  uint64_t expert_requests, expert_hits;
+  uint64_t reads, bytes_read;
+} colibri_layer_metrics;
+
+colibri_status colibri_get_layer_metrics(const colibri_model *model, size_t layer,
+                                                     colibri_layer_metrics *metrics);
 void colibri_reset_metrics(colibri_model *model);
 
 typedef struct {

@@ -236,11 +236,30 @@ echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperatur
 @click.option(
     "--threads", type=click.IntRange(0), default=0, help="Compute threads; 0 = all cores."
 )
+@click.option("--pin-threads", is_flag=True, help="Compute thread i stays on the i-th CPU.")
 @click.option("--batch-size", type=click.IntRange(1), help="Prompt tokens evaluated at once.")
+@click.option(
+    "--precision",
+    type=click.Choice(("exact", "fast")),
+    help="fast (default) quantizes activations where weights are; exact is default with --logits.",
+)
+@click.option(
+    "--kv-type",
+    type=click.Choice(("f32", "f16", "q8_0", "q4_0")),
+    help="How keys and values are kept; default: f16, with exact f32.",
+)
+@click.option(
+    "--ram-budget",
+    type=SIZE,
+    help="All memory, but Python's; default: what is available, less a reserve.",
+)
 @click.option(
     "--expert-cache",
     type=SIZE,
-    help="Memory for experts; default: all of them, or half of what is free.",
+    help="Memory for experts; default: all of them, or what the budget leaves.",
+)
+@click.option(
+    "--io-threads", type=click.IntRange(0, 64), default=0, help="Reads at once; 0 = the default."
 )
 @click.option(
     "--check",
@@ -261,7 +280,7 @@ echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperatur
 @click.option("--seed", type=click.IntRange(0), help="Makes drawing repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
 @click.option("--logits", type=PATH, help="Write the prompt's logits here (.npy, float32).")
-@click.option("--profile", is_flag=True, help="Show where the time went.")
+@click.option("--profile", is_flag=True, help="Show where the time went, by phase and layer.")
 def run_command(output: Output, path: Path, **options: Any) -> None:
     """Run a container: prompt in, text out.
 
@@ -271,7 +290,12 @@ def run_command(output: Output, path: Path, **options: Any) -> None:
     """
     from colibri_tools.run import run
 
-    result = run(path, on_text=None if output.json_mode else output.text, **options)
+    result = run(
+        path,
+        on_text=None if output.json_mode else output.text,
+        on_plan=output.before,
+        **options,
+    )
     output.measured(result)
     if result.interrupted:
         raise SystemExit(EXIT_INTERRUPTED)

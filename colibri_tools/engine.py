@@ -7,8 +7,9 @@ stops them between layers.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -20,16 +21,24 @@ from colibri_tools.native import ffi, lib
 
 __all__ = [
     "CHECK_MODES",
+    "DEFAULT_BATCH_SIZE",
     "KV_TYPES",
     "PRECISIONS",
+    "Advice",
+    "Drive",
     "Engine",
     "EngineInfo",
+    "LayerStats",
     "Logits",
     "Memory",
     "Sampler",
     "Sampling",
     "Stats",
+    "advise",
+    "check_ids",
     "estimate",
+    "probe_drive",
+    "wants_probe",
 ]
 
 CHECK_MODES = ("always", "first", "never")
@@ -39,28 +48,81 @@ KV_TYPES = ("f32", "f16", "q8_0", "q4_0")
 Logits: TypeAlias = npt.NDArray[np.float32]
 Path: TypeAlias = "str | os.PathLike[str]"
 
+_SIZES = ("expert-cache", "ram-budget")
+"""Options in bytes."""
+
+DEFAULT_BATCH_SIZE = int(lib.COLIBRI_DEFAULT_BATCH_SIZE)
+
 _POLL_SECONDS = 0.1
 """How long Ctrl-C may go unnoticed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What opening a container takes, in bytes, and what bounds the expert cache.
+    """What opening a container takes, in bytes, and what bounds it.
 
-    `ctx` is in positions, `context_length` the model's own limit of them.
+    `ctx` is in positions, `context_length` the model's own limit of them. `total_bytes` is what
+    the C side is planned to be (Python and its imports come on top), `min_total_bytes` the least
+    budget that works, `token_bytes` the experts that one token uses.
     """
 
     ctx: int
     context_length: int
+    vocab_size: int
+    n_tokens: int
     metadata_bytes: int
     resident_bytes: int
     kv_bytes: int
     cache_bytes: int
     min_cache_bytes: int
+    token_bytes: int
     all_experts_bytes: int
     scratch_bytes: int
+    other_bytes: int
     total_bytes: int
+    min_total_bytes: int
+    budget_bytes: int
+    reserve_bytes: int
     available_bytes: int
+    available_limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """What a drive gave to random reads of whole blocks, `depth` at once.
+
+    `direct` False: they went through the page cache, and memory may have answered.
+    """
+
+    bytes_per_second: float
+    bytes: int
+    reads: int
+    seconds: float
+    block_bytes: int
+    depth: int
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something to know about a plan before it runs; a warning when it will hurt."""
+
+    warning: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStats:
+    """The part of `Stats` that belongs to one layer."""
+
+    attention_seconds: float
+    router_seconds: float
+    experts_seconds: float
+    io_wait_seconds: float
+    expert_requests: int
+    expert_hits: int
+    reads: int
+    bytes_read: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +212,47 @@ def estimate(path: Path, **options: Any) -> Memory:
     return _memory(memory)
 
 
+def probe_drive(path: Path, *, io_threads: int = 0, seconds: float = 0.3) -> Drive:
+    """Measure random reads of the container's blocks for about `seconds`, `io_threads` at once.
+
+    Raises FormatError or JobError.
+    """
+    drive, text = ffi.new("colibri_drive *"), _error_buffer()
+    status = lib.colibri_probe_drive(
+        os.fsencode(path), _bounded("io-threads", io_threads, 0), seconds, drive, text, len(text)
+    )
+    _check(status, text, path)
+    return Drive(**_fields(Drive, drive))
+
+
+def wants_probe(memory: Memory) -> bool:
+    """Return whether tokens will miss so much that the drive's speed is worth a probe."""
+    return bool(lib.colibri_wants_probe(_c_memory(memory)[0]))
+
+
+def advise(memory: Memory, drive: Drive | None = None) -> list[Advice]:
+    """Return what there is to say about a plan, warnings first."""
+    c, _keep = _c_memory(memory)
+    c_drive = ffi.new("colibri_drive *", asdict(drive)) if drive else ffi.NULL
+    advice = ffi.new("colibri_advice[]", lib.COLIBRI_MAX_ADVICE)
+    n = lib.colibri_advise(c, c_drive, advice)
+    return [Advice(bool(advice[i].warning), _text(advice[i].text)) for i in range(n)]
+
+
 class Engine:
     """An open container and a sequence of tokens, or several.
 
-    `expert_cache` is in bytes; None takes half of the memory that is left, at most all experts.
-    `ctx` None is the smaller of 4096 and the model's context length; each of `sequences` has as
-    many positions. `check` is when checksums are compared: resident tensors and the embedding at
-    open, expert blocks at their "first" read or "always"; or "never" anything but metadata.
-    `precision` "fast" quantizes activations where weights are; "exact" computes in float32.
-    `kv_type` is how keys and values are kept: one of `KV_TYPES`; None is f32 in exact and f16 in
-    fast precision. One thread at a time uses an engine, but for `cancel`. Raises FormatError,
-    JobError or UsageError.
+    `ram_budget` bounds all that `memory` counts, in bytes; None is what is available, less a
+    reserve. `expert_cache` None is what the budget leaves, at most all experts. `io_threads` is
+    the number of reads at once, 0 the default. `pin_threads` keeps compute thread i on the i-th
+    CPU. `logits_rows` tells the budget how many rows of logits the caller will hold. `ctx` None is
+    the smaller of 4096 and the model's context length; each of `sequences` has as many positions.
+    `check` is when checksums are compared: resident tensors and the embedding at open, expert
+    blocks at their "first" read or "always"; or "never" anything but metadata. `precision` "fast"
+    quantizes activations where weights are; "exact" computes in float32. `kv_type` is how keys
+    and values are kept: one of `KV_TYPES`; None is f32 in exact and f16 in fast precision. One
+    thread at a time uses an engine, but for `cancel`.
+    Raises FormatError, JobError or UsageError.
     """
 
     def __init__(
@@ -173,6 +265,9 @@ class Engine:
         batch_size: int | None = None,
         io_threads: int = 0,
         check: str = "first",
+        ram_budget: int | None = None,
+        logits_rows: int = 0,
+        pin_threads: bool = False,
         precision: str = "exact",
         kv_type: str | None = None,
         sequences: int = 1,
@@ -191,14 +286,14 @@ class Engine:
             batch_size=batch_size,
             io_threads=io_threads,
             check=check,
+            ram_budget=ram_budget,
+            logits_rows=logits_rows,
+            pin_threads=pin_threads,
             precision=precision,
             kv_type=kv_type,
             sequences=sequences,
         )
-        model, text = ffi.new("colibri_model **"), _error_buffer()
-        status = lib.colibri_open(os.fsencode(path), options, model, text, len(text))
-        _check(status, text, path)
-        self._model = ffi.gc(model[0], lib.colibri_close)
+        self._model = _open_model(path, options)
         self.info = self._read_info()
         memory = ffi.new("colibri_memory *")
         lib.colibri_get_memory(self._model, memory)
@@ -336,12 +431,7 @@ class Engine:
         return ids
 
     def _ids(self, tokens: Sequence[int]) -> Any:
-        for i, token in enumerate(tokens):
-            if not 0 <= token < self.info.vocab_size:
-                raise UsageError(
-                    f"token {i} of the input is {token}; this model's ids are 0 to "
-                    f"{self.info.vocab_size - 1}"
-                )
+        check_ids(tokens, self.info.vocab_size)
         return ffi.new("uint32_t[]", list(tokens))
 
     def rewind(self, position: int, sequence: int = 0) -> None:
@@ -369,6 +459,14 @@ class Engine:
         values["io_reason"] = _text(m.io_reason)
         return Stats(**values)
 
+    def layer_stats(self) -> list[LayerStats]:
+        """Return the counters of each layer."""
+        m, found = ffi.new("colibri_layer_metrics *"), []
+        for layer in range(self.info.n_layers):
+            lib.colibri_get_layer_metrics(self._handle(), layer, m)
+            found.append(LayerStats(**_fields(LayerStats, m)))
+        return found
+
     def reset_stats(self) -> None:
         """Set the counters to zero."""
         lib.colibri_reset_metrics(self._handle())
@@ -391,10 +489,19 @@ class Engine:
         return EngineInfo(**values, eos_ids=tuple(c.eos_ids[i] for i in range(c.n_eos_ids)))
 
 
+def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise UsageError for a token that is no id of the model."""
+    for i, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise UsageError(
+                f"token {i} of the input is {token}; this model's ids are 0 to {vocab_size - 1}"
+            )
+
+
 class Sampler:
     """Draws token ids below `n_tokens` from logits. Raises UsageError for senseless numbers."""
 
-    def __init__(self, info: EngineInfo, sampling: Sampling) -> None:
+    def __init__(self, info: EngineInfo | Memory, sampling: Sampling) -> None:
         c, sampler, text = ffi.new("colibri_sampling *"), ffi.new("colibri_sampler **"), None
         lib.colibri_sampling_init(c)
         if not 0 <= sampling.top_k < 1 << 32:
@@ -434,6 +541,9 @@ def _options(
     batch_size: int | None = None,
     io_threads: int = 0,
     check: str = "first",
+    ram_budget: int | None = None,
+    logits_rows: int = 0,
+    pin_threads: bool = False,
     precision: str = "exact",
     kv_type: str | None = None,
     sequences: int = 1,
@@ -447,7 +557,11 @@ def _options(
     options.batch_size = 0 if batch_size is None else _bounded("batch-size", batch_size, 1)
     if expert_cache is not None:
         options.expert_cache_bytes = _bounded("expert-cache", expert_cache, 1)
+    if ram_budget is not None:
+        options.ram_budget_bytes = _bounded("ram-budget", ram_budget, 1)
     options.check = _choice("check", "CHECK_", CHECK_MODES, check)
+    options.logits_rows = _bounded("logits-rows", logits_rows, 0)
+    options.pin_threads = pin_threads
     options.precision = _choice("precision", "", PRECISIONS, precision)
     if kv_type is not None:
         options.kv_type = _choice("kv-type", "KV_", KV_TYPES, kv_type)
@@ -461,8 +575,36 @@ def _choice(option: str, prefix: str, names: tuple[str, ...], name: str) -> int:
     return int(getattr(lib, f"COLIBRI_{prefix}{name.upper()}"))
 
 
+def _open_model(path: Path, options: Any) -> Any:
+    """Return the C handle. In a thread, as reading a large model must not be deaf to Ctrl-C."""
+    model, text = ffi.new("colibri_model **"), _error_buffer()
+    status: list[int] = []
+    given_up, lock = threading.Event(), threading.Lock()
+
+    def open_model() -> None:
+        found = lib.colibri_open(os.fsencode(path), options, model, text, len(text))
+        with lock:
+            status.append(found)
+            if given_up.is_set():
+                lib.colibri_close(model[0])
+
+    thread = threading.Thread(target=open_model, name="colibri-open", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+    except BaseException:
+        with lock:
+            given_up.set()
+            if status:
+                lib.colibri_close(model[0])
+        raise
+    _check(status[0], text, path)
+    return ffi.gc(model[0], lib.colibri_close)
+
+
 def _bounded(name: str, value: int, least: int) -> int:
-    most = (1 << (63 if name == "expert-cache" else 31)) - 1
+    most = (1 << (63 if name in _SIZES else 31)) - 1
     if least <= value <= most:
         return value
     expected = f"{least} or more" if value < least else f"at most {most}"
@@ -500,7 +642,14 @@ def _text(pointer: Any) -> str:
 
 
 def _memory(c: Any) -> Memory:
-    return Memory(**_fields(Memory, c))
+    limit = _text(c.available_limit)
+    return Memory(**_fields(Memory, c, but=("available_limit",)), available_limit=limit)
+
+
+def _c_memory(memory: Memory) -> tuple[Any, Any]:
+    """The C struct, and what has to live as long."""
+    limit = ffi.new("char[]", memory.available_limit.encode())
+    return ffi.new("colibri_memory *", {**asdict(memory), "available_limit": limit}), limit
 
 
 def _fields(kind: Any, c: Any, but: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -86,6 +86,12 @@ class Output:
         if not self.quiet:
             result.render(self.err)
 
+    def before(self, plan: Result) -> None:
+        """Say what a job is about to do, beside what it will write to standard output."""
+        if not self.quiet and not self.json_mode:
+            plan.render(self.err)
+        self.remarks(plan)
+
     def remarks(self, result: Any) -> None:
         """Say a result's notes and warnings."""
         for text in getattr(result, "notes", ()):

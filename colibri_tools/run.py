@@ -15,9 +15,23 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict
 import numpy as np
 
 from colibri_tools.container import open as open_container
-from colibri_tools.engine import Engine, Logits, Memory, Sampler, Sampling, Stats, estimate
+from colibri_tools.engine import (
+    DEFAULT_BATCH_SIZE,
+    Engine,
+    Logits,
+    Memory,
+    Sampler,
+    Sampling,
+    Stats,
+    advise,
+    check_ids,
+    estimate,
+    probe_drive,
+    wants_probe,
+)
 from colibri_tools.errors import FormatError, JobError, UsageError, quote
 from colibri_tools.output import format_bytes
+from colibri_tools.run_report import Counters, Plan, Profile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_MAX_TOKENS", "RunResult", "TextStream", "parse_tokens", "run"]
 
 DEFAULT_MAX_TOKENS = 128
+_NO_BUDGET = (1 << 63) - 1
 _TOKENIZER_BLOB = "tokenizer.json"
 
 
@@ -51,20 +66,18 @@ class RunResult:
     seed: int | None
     stats: Stats
     memory: Memory
-    show_profile: bool = False
+    plan: Plan
+    precision: str = "fast"
+    kv_type: str = "f16"
+    profile: Profile | None = None
     notes: tuple[str, ...] = field(default=())
+    """What came up while it ran; what was known before is in `plan`, and so for `warnings`."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C ended it; the command's exit code is then 130."""
         return self.stop_reason == "interrupted"
-
-    def profile(self) -> dict[str, float]:
-        """Seconds of evaluation by part; they add up to about `seconds`."""
-        names = ("seconds", "attention", "router", "experts", "io_wait", "head")
-        keys = [name if name == "seconds" else f"{name}_seconds" for name in names]
-        return {key: getattr(self.stats, key) for key in keys}
 
     def to_json(self) -> dict[str, Any]:
         """The document of `colibri run --json`."""
@@ -77,13 +90,17 @@ class RunResult:
             "decode_seconds": self.decode_seconds,
             "tokens_per_second": self.tokens_per_second,
             "peak_rss_bytes": self.peak_rss_bytes,
+            "memory": self.plan.to_json(),
             "io": self.io,
             "stop_reason": self.stop_reason,
+            "precision": self.precision,
+            "kv_type": self.kv_type,
             "seed": self.seed,
-            "warnings": list(self.warnings),
+            "notes": [*self.plan.notes, *self.notes],
+            "warnings": [*self.plan.warnings, *self.warnings],
         }
-        if self.show_profile:
-            document["profile"] = self.profile()
+        if self.profile:
+            document["profile"] = self.profile.to_json()
         return document
 
     def render(self, console: Console) -> None:
@@ -105,16 +122,8 @@ class RunResult:
             soft_wrap=True,
         )
         console.print(f"memory: peak {format_bytes(self.peak_rss_bytes)}", soft_wrap=True)
-        if self.show_profile:
-            self._render_profile(console)
-
-    def _render_profile(self, console: Console) -> None:
-        profile = self.profile()
-        total = profile.pop("seconds")
-        for key, seconds in profile.items():
-            name = key.removesuffix("_seconds").replace("_", " ")
-            share = seconds / total if total else 0.0
-            console.print(f"  {name:<10} {seconds:8.3f} s {share:7.1%}")
+        if self.profile:
+            self.profile.render(console)
 
 
 def run(
@@ -129,6 +138,11 @@ def run(
     batch_size: int | None = None,
     expert_cache: int | None = None,
     check: str = "first",
+    ram_budget: int | None = None,
+    io_threads: int = 0,
+    pin_threads: bool = False,
+    precision: str | None = None,
+    kv_type: str | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -139,6 +153,7 @@ def run(
     logits: str | os.PathLike[str] | None = None,
     profile: bool = False,
     on_text: Callable[[str], None] | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
 ) -> RunResult:
     """Evaluate a prompt and generate up to `max_tokens` tokens; 0 evaluates the prompt only.
 
@@ -146,9 +161,12 @@ def run(
     "1,2,3") is the prompt; text is encoded as the container's tokenizer.json does it, with its
     beginning-of-text token, and without a chat template. `on_text` is called with each piece of
     generated text as it comes (ids and a space when there is no tokenizer). `logits` names a .npy
-    file for the prompt's logits, float32 [positions, vocab]. `ctx` None makes room for the prompt
-    and `max_tokens`. `check` is when checksums are compared, as `Engine` has it. Ctrl-C does not
-    raise: the result holds what was made until then.
+    file for the prompt's logits, float32 [positions, vocab]. `precision` None is "fast", but
+    "exact" with `logits`. `ctx` None makes room for the prompt
+    and `max_tokens`. What bounds memory and how experts are read is as `Engine` has it. `on_plan`
+    is called before the model is opened. With `profile`, and where tokens will miss much in the
+    cache, the drive is probed for 0.3 s before. Once the model is open, Ctrl-C does not raise: the
+    result holds what was made until then.
 
     Raises UsageError for options that contradict each other or the model, FormatError and JobError.
     """
@@ -162,14 +180,37 @@ def run(
     if not ids:
         raise UsageError("the prompt has no tokens; give a text, or ids with --tokens")
     options = _EngineOptions(
-        threads=threads, batch_size=batch_size, expert_cache=expert_cache, check=check
+        threads=threads,
+        batch_size=batch_size,
+        expert_cache=expert_cache,
+        check=check,
+        ram_budget=ram_budget,
+        io_threads=io_threads,
+        pin_threads=pin_threads,
+        precision=precision or ("fast" if logits is None else "exact"),
+        kv_type=kv_type,
+        logits_rows=0,
     )
     ctx = _choose_ctx(path, len(ids), max_tokens, ctx, options)
+    if logits is not None:
+        options["logits_rows"] = min(ctx, batch_size or DEFAULT_BATCH_SIZE)
+    memory = estimate(path, ctx=ctx, **options)
+    check_ids(ids, memory.vocab_size)
+    sampler = Sampler(memory, sampling)
+    plan = _plan(path, memory, io_threads, profile)
+    if on_plan:
+        on_plan(plan)
     with Engine(path, ctx=ctx, **options) as engine:
-        engine.check_tokens(ids)
-        generation = _Generation(engine, Sampler(engine.info, sampling), tokenizer, ids, on_text)
+        generation = _Generation(engine, sampler, tokenizer, ids, on_text)
         generation.run(max_tokens, ignore_eos, logits)
-        return generation.result(sampling, profile)
+        return generation.result(sampling, plan, profile)
+
+
+def _plan(path: str | os.PathLike[str], memory: Memory, io_threads: int, profile: bool) -> Plan:
+    drive = None
+    if profile or wants_probe(memory):
+        drive = probe_drive(path, io_threads=io_threads)
+    return Plan(memory, drive, tuple(advise(memory, drive)))
 
 
 def parse_tokens(tokens: Sequence[int] | str) -> list[int]:
@@ -230,6 +271,12 @@ class _EngineOptions(TypedDict):
     batch_size: int | None
     expert_cache: int | None
     check: str
+    ram_budget: int | None
+    io_threads: int
+    pin_threads: bool
+    precision: str
+    kv_type: str | None
+    logits_rows: int
 
 
 class _Generation:
@@ -249,6 +296,8 @@ class _Generation:
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.token_seconds: list[float] = []
+        self.after_prefill: Counters | None = None
         self.stop_reason = "max-tokens"
 
     def run(self, max_tokens: int, ignore_eos: bool, logits: str | os.PathLike[str] | None) -> None:
@@ -256,6 +305,7 @@ class _Generation:
         decoding = None
         try:
             last = self.prefill(logits)
+            self.after_prefill = self.counters()
             decoding = time.perf_counter()
             self.sampler.accept(self.prompt)
             self.stop_reason = self.decode(last, max_tokens, ignore_eos)
@@ -298,15 +348,24 @@ class _Generation:
                 break
             if self.engine.position == self.engine.info.ctx:
                 return "context"
+            start = time.perf_counter()
             logits = self.engine.eval([token])[-1]
+            self.token_seconds.append(time.perf_counter() - start)
         return "max-tokens"
+
+    def counters(self) -> Counters:
+        return Counters(self.engine.stats(), tuple(self.engine.layer_stats()))
 
     def show(self, text: str) -> None:
         if text:
             self.pieces.append(text)
             self.on_text(text)
 
-    def result(self, sampling: Sampling, profile: bool) -> RunResult:
+    def profile(self, plan: Plan) -> Profile:
+        now = self.counters()
+        return Profile.of(self.after_prefill or now, now, self.token_seconds, plan.drive)
+
+    def result(self, sampling: Sampling, plan: Plan, profile: bool) -> RunResult:
         steps = max(len(self.tokens) - 1, 0)  # the first token comes out of the prompt
         stats = self.engine.stats()
         notes = []
@@ -329,7 +388,10 @@ class _Generation:
             seed=sampling.seed if sampling.temperature else None,
             stats=stats,
             memory=self.engine.memory,
-            show_profile=profile,
+            plan=plan,
+            precision=self.engine.info.precision,
+            kv_type=self.engine.info.kv_type,
+            profile=self.profile(plan) if profile else None,
             notes=tuple(notes),
             warnings=warnings,
         )
@@ -437,7 +499,9 @@ def _choose_ctx(
     ctx: int | None,
     options: _EngineOptions,
 ) -> int:
-    limit = estimate(path, ctx=ctx, **options).context_length
+    # Only the model's limit is asked here: no budget is in the way.
+    free: _EngineOptions = {**options, "ram_budget": _NO_BUDGET}
+    limit = estimate(path, ctx=ctx or 1, **free).context_length
     chosen = min(n_prompt + max_tokens, limit) if ctx is None else ctx
     if n_prompt > chosen:
         advice = "shorten it" if ctx is None or ctx == limit else f"raise --ctx (up to {limit})"

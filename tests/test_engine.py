@@ -222,7 +222,7 @@ def test_estimate_is_what_opening_takes(model: Path) -> None:
     assert planned.kv_bytes == 2 * 4 * 100 * 2 * 16 * 4
     for name in ("resident_bytes", "kv_bytes", "cache_bytes", "scratch_bytes", "total_bytes"):
         assert getattr(planned, name) == getattr(taken, name)
-    parts = ("metadata", "resident", "kv", "cache", "scratch")
+    parts = ("metadata", "resident", "kv", "cache", "scratch", "other")
     assert taken.total_bytes == sum(getattr(taken, f"{part}_bytes") for part in parts)
 
 

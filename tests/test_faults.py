@@ -343,7 +343,7 @@ def test_run_is_the_same_with_a_worse_drive(shim: Path, sound: Path, fault: str)
 
 
 def test_case_10_7_run_names_what_cannot_be_read(shim: Path, sound: Path) -> None:
-    call = ("run", sound, "--tokens", "1,2,3", "--max-tokens", "5")
+    call = ("run", sound, "-q", "--tokens", "1,2,3", "--max-tokens", "5")
     fault = f"op=read,path=sound,direct=1,nth=8,times=0,do={errno.EIO}"
     done = colibri(*call, shim=shim, fault=fault)
     assert done.returncode == 1

@@ -127,12 +127,25 @@ def test_another_engine_reads_experts_through_the_store(
             assert float(total) == pytest.approx(values.sum(dtype=np.float64), rel=1e-9, abs=1e-6)
 
 
-def test_the_examples_of_the_guide_compile(prefix: Path, tmp_path: Path) -> None:
-    examples = re.findall(r"```c\n(.*?)```", (ROOT / "docs" / "c-abi.md").read_text(), re.S)
+@pytest.mark.parametrize("library", ["shared", "static"])
+def test_the_examples_of_the_guide_run(
+    prefix: Path, model: Path, tmp_path: Path, library: str
+) -> None:
+    examples = re.findall(r"```c\n(.*?)```", (ROOT / "docs" / "runtime.md").read_text(), re.S)
     assert len(examples) == 2
+    lib = prefix / "lib"
+    link = [f"-L{lib}", "-lcolibri"]
+    if library == "static":
+        link = [lib / "libcolibri.a", "-lpthread", "-lm"]
+    shown = []
     for i, text in enumerate(examples):
         source = tmp_path / f"example{i}.c"
         source.write_text(text)
-        link = [f"-L{prefix / 'lib'}", "-lcolibri"]
-        run(*CC, "-Wall", "-Wextra", "-Werror", f"-I{prefix / 'include'}", source, *link,
-            "-o", tmp_path / f"example{i}")  # fmt: skip
+        out = tmp_path / f"example{i}"
+        flags = ["-Wall", "-Wextra", "-Werror", f"-I{prefix / 'include'}"]
+        run(*CC, *flags, source, *link, "-o", out)
+        shown.append(run(out, model, LD_LIBRARY_PATH=str(lib)))
+    with Engine(model) as engine:
+        logit = float(engine.eval([1, 2, 3])[-1][0])
+    assert float(shown[0].removeprefix("logit of token 0: ")) == pytest.approx(logit, rel=1e-5)
+    assert sorted(line.split(":")[0] for line in shown[1].splitlines()) == ["expert 0", "expert 1"]

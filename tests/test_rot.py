@@ -64,8 +64,8 @@ def rot(folder: Path, library: list[Path], flags: list[str]) -> Program:
 @pytest.fixture(scope="module")
 def program(folder: Path, library: list[Path], flags: list[str]) -> Program:
     """colibri-run, likewise."""
-    source = ROOT / "runtime" / "tools" / "colibri_run.c"
-    return Program(folder / "colibri-run", [source, *library], flags)
+    tools = sorted((ROOT / "runtime" / "tools").glob("*.c"))
+    return Program(folder / "colibri-run", [*tools, *library], flags)
 
 
 @pytest.fixture
@@ -249,11 +249,13 @@ def test_damage_ends_a_run_with_its_place_and_exit_code_1(
         for check in (), ("--check", "first"), ("--check", "always"):
             done = run(*call, *check)
             assert (done.returncode, done.stdout) == (1, ""), done.stderr
+            errors = "".join(re.findall(r"^error: .*\n", done.stderr, re.M))
+            assert done.stderr.endswith(errors)  # the memory plan came before
             assert re.fullmatch(
                 rf"error: {re.escape(place)}: the \d+ bytes at offset {offset} have CRC-32C "
                 r"[0-9a-f]{8}, expected [0-9a-f]{8}: the container is damaged; "
                 rf"'colibri verify {model}' tells where\n",
-                done.stderr,
+                errors,
             ), done.stderr
         document = json.loads(run(*call, "--json").stdout)
         assert document["ok"] is False and document["exit_code"] == 1

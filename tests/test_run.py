@@ -325,8 +325,7 @@ def test_json_has_every_key(model: Path) -> None:
     assert set(document["io"]) == io_keys
     assert document["tokens_per_second"] > 0
     assert 0 < document["io"]["hit_rate"] < 1
-    parts = [value for key, value in document["profile"].items() if key != "seconds"]
-    assert 0 < sum(parts) <= document["profile"]["seconds"]
+    assert {"memory", "notes", "warnings"} <= set(document)
     assert "profile" not in run(model, prompt="hello", max_tokens=0).to_json()
 
 

@@ -6,7 +6,7 @@
  * process. One handle is used by one thread at a time; only colibri_cancel and colibri_wait may come from others.
  *
  * All large memory is planned and taken by colibri_open: resident tensors, keys and values (KV), the expert cache, and
- * scratch. What it will be is known beforehand from colibri_estimate.
+ * scratch. What it will be is known beforehand from colibri_estimate, and kept within a budget.
  *
  * Logits are bit-identical for every cache size, number of threads, way of cutting a prompt into batches and other
  * sequences beside, in one precision and KV type and on one instruction set.
@@ -78,6 +78,16 @@ typedef enum {
   COLIBRI_CHECK_NEVER = 2,
 } colibri_check;
 
+/* How expert blocks are read. Bytes do not depend on it; what was really used is in colibri_metrics. */
+typedef enum {
+  COLIBRI_IO_AUTO = 0,     /* the one that measures best: pread */
+  COLIBRI_IO_PREAD = 1,    /* a pool of threads, past the page cache (O_DIRECT) where the file system can */
+  COLIBRI_IO_URING = 2,    /* io_uring, likewise; pread where the system refuses it */
+  COLIBRI_IO_MMAP = 3,     /* the file is mapped: the page cache holds the blocks, the expert cache only counts them */
+  COLIBRI_IO_BUFFERED = 4, /* the pool, through the page cache */
+} colibri_io;
+
+enum { COLIBRI_DEFAULT_BATCH_SIZE = 256 };
 /* How products with weights are computed.
  *
  *   COLIBRI_EXACT  f32 activations and sums, whatever the weights' type
@@ -102,9 +112,15 @@ typedef struct {
   uint32_t n_threads;          /* compute threads; 0: one per available CPU */
   uint32_t io_threads;         /* reading threads; 0: the store's default */
   uint64_t ctx;                /* positions the KV holds; 0: the smaller of 4096 and the model's context length */
-  uint64_t batch_size;         /* tokens evaluated at once; 0: 256 */
-  uint64_t expert_cache_bytes; /* 0: the smaller of all experts and half of the available memory */
+  uint64_t batch_size;         /* tokens evaluated at once; 0: COLIBRI_DEFAULT_BATCH_SIZE */
+  uint64_t expert_cache_bytes; /* 0: what the budget leaves, at most all experts */
   colibri_check check;
+  colibri_io io;
+  uint32_t prefetch_depth; /* 0: off; 1 or 2: how many MoE layers ahead experts are guessed and read */
+  uint64_t preload_bytes;  /* of the expert cache, filled at open with the first blocks of the file; UINT64_MAX: all */
+  uint64_t ram_budget_bytes; /* what colibri_memory.total_bytes may be; 0: what is available, less a reserve */
+  uint64_t logits_rows;      /* rows of logits that the caller will hold at once, for the budget; 0: 1 */
+  bool pin_threads;          /* compute thread i stays on the i-th CPU it may use; thread 0 is the one that evaluates */
   colibri_precision precision;
   colibri_kv_type kv_type;
   uint64_t n_sequences; /* independent sequences, each with its own KV of ctx positions; 0: 1 */
@@ -112,24 +128,62 @@ typedef struct {
 
 COLIBRI_API void colibri_options_init(colibri_options *options);
 
-/* What colibri_open takes, in bytes. */
+/* What a model takes, in bytes, and what bounds it. Without expert_cache_bytes, total_bytes is at most budget_bytes. */
 typedef struct {
   uint64_t ctx;            /* positions the KV holds */
   uint64_t context_length; /* the model's own limit of them */
+  uint64_t vocab_size;     /* numbers in a row of logits; every token id is below it */
+  uint64_t n_tokens;       /* ids the tokenizer can make */
   uint64_t metadata_bytes; /* spec, directory, index, blobs: read whole */
   uint64_t resident_bytes; /* tensors needed at every token */
   uint64_t kv_bytes;
   uint64_t cache_bytes;       /* expert cache by these options */
   uint64_t min_cache_bytes;   /* least the expert cache can be: two blocks */
+  uint64_t token_bytes;       /* experts that one token uses, summed over the layers */
   uint64_t all_experts_bytes; /* a cache of this size holds every expert */
   uint64_t scratch_bytes;
-  uint64_t total_bytes;     /* metadata + resident + KV + cache + scratch */
+  uint64_t other_bytes;     /* program, heap, stacks, tables, and the caller's logits_rows */
+  uint64_t total_bytes;     /* metadata + resident + KV + cache + scratch + other: what the process is planned to be */
+  uint64_t min_total_bytes; /* the least budget that these options allow */
+  uint64_t budget_bytes;    /* as asked, or what is available less the reserve */
+  uint64_t reserve_bytes;   /* of what is available, left to others; 0 when the budget was asked */
   uint64_t available_bytes; /* what the system has to give now; 0 when unknown */
+  const char *available_limit; /* what sets that: "free memory", "control group", "RLIMIT_AS", "RLIMIT_DATA" */
 } colibri_memory;
 
 /* Reads metadata only. Fails as colibri_open would for what is visible there. */
 COLIBRI_API colibri_status colibri_estimate(const char *path, const colibri_options *options, colibri_memory *memory,
                                             char *error, size_t error_bytes);
+
+/* What a drive gives to random reads of whole blocks, as many at once as reading threads, past the page cache. */
+typedef struct {
+  double bytes_per_second;
+  uint64_t bytes, reads;
+  double seconds;
+  uint64_t block_bytes; /* of the largest block */
+  uint32_t depth;       /* reads at once */
+  bool direct;          /* false: the file system has no O_DIRECT, and memory may have answered */
+} colibri_drive;
+
+/* Reads blocks of the container for about `seconds` (0.3 is enough), `depth` at once; 0: as the pread backend does by
+ * default. Takes one block of memory for each, until it returns. */
+COLIBRI_API colibri_status colibri_probe_drive(const char *path, uint32_t depth, double seconds, colibri_drive *drive,
+                                               char *error, size_t error_bytes);
+
+/* Whether a token will miss so much of the experts that the drive's speed is worth a probe before colibri_advise. */
+COLIBRI_API bool colibri_wants_probe(const colibri_memory *memory);
+
+enum { COLIBRI_MAX_ADVICE = 8 };
+
+typedef struct {
+  bool warning; /* false: good to know */
+  char text[256];
+} colibri_advice;
+
+/* What there is to say about this plan: a cache below one token's experts, a model not worth streaming, a drive too
+ * slow (with `drive`, which may be NULL), more than is available, or that everything fits. Writes up to
+ * COLIBRI_MAX_ADVICE, warnings first, and returns how many. */
+COLIBRI_API size_t colibri_advise(const colibri_memory *memory, const colibri_drive *drive, colibri_advice *advice);
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Models */
@@ -246,10 +300,29 @@ typedef struct {
   uint64_t reads, bytes_read; /* of expert blocks */
   const char *io_backend;     /* "pread" */
   bool io_direct;             /* reads bypass the page cache */
-  const char *io_reason;      /* why they do not; "" when they do */
+  const char *io_reason;      /* why they do not, or why it is another backend than asked; "" otherwise */
+  uint64_t prefetch_guessed;  /* experts a guess named, and of these the ones that were then chosen */
+  uint64_t prefetch_right;
+  uint64_t prefetch_chosen; /* experts chosen where there was a guess: right / chosen is its recall */
+  uint64_t prefetch_reads;  /* blocks read because of a guess, before anything asked for them */
+  uint64_t prefetch_useful_bytes, prefetch_wasted_bytes; /* of these: asked for while in memory; evicted unused */
+  uint64_t prefetch_paused; /* guesses that were not followed because following them lost time */
+  uint64_t preloaded_bytes; /* read by preload_bytes */
+  double preload_seconds;
 } colibri_metrics;
 
 COLIBRI_API void colibri_get_metrics(const colibri_model *model, colibri_metrics *metrics);
+
+/* The part of them that belongs to one layer; embedding, final norm and logits belong to none. */
+typedef struct {
+  double attention_seconds, router_seconds, experts_seconds, io_wait_seconds;
+  uint64_t expert_requests, expert_hits;
+  uint64_t reads, bytes_read; /* started and finished while this layer was computed */
+} colibri_layer_metrics;
+
+/* COLIBRI_ERROR_ARGUMENT from n_layers on. */
+COLIBRI_API colibri_status colibri_get_layer_metrics(const colibri_model *model, size_t layer,
+                                                     colibri_layer_metrics *metrics);
 COLIBRI_API void colibri_reset_metrics(colibri_model *model);
 
 /* -------------------------------------------------------------------------------------------------------------------

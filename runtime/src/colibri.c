@@ -41,6 +41,12 @@ const char *colibri_status_name(colibri_status status) {
   return (size_t)status < sizeof names / sizeof *names ? names[status] : "unknown";
 }
 
+double clb_seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
 void colibri_options_init(colibri_options *options) {
   *options = (colibri_options){.struct_bytes = sizeof *options};
 }
@@ -248,13 +254,25 @@ static clb_batch next_batch(colibri_model *m) {
 }
 
 // Evaluates the jobs. Sequences grow when all of it is done.
-static colibri_status evaluate(colibri_model *m) {
+static colibri_status evaluate_here(colibri_model *m) {
   memset(m->done, 0, m->n_jobs * sizeof *m->done);
   for (clb_batch batch = next_batch(m); batch.n_tokens > 0; batch = next_batch(m)) {
     CLB_TRY(clb_forward(&m->engine, &batch));
   }
   for (size_t i = 0; i < m->n_jobs; i++) m->positions[m->jobs[i].sequence] += m->jobs[i].n_tokens;
   return COLIBRI_OK;
+}
+
+// The evaluating thread is the caller's: it is pinned meanwhile only.
+static colibri_status evaluate(colibri_model *m) {
+  clb_affinity before;
+  if (!m->engine.pin_threads) return evaluate_here(m);
+  if (!clb_pin_self(0, &before)) {
+    return clb_fail(m->engine.error, COLIBRI_ERROR_ARGUMENT, "the evaluating thread cannot be pinned to a CPU");
+  }
+  const colibri_status status = evaluate_here(m);
+  clb_unpin_self(&before);
+  return status;
 }
 
 colibri_status colibri_eval_sequences(colibri_model *m, const colibri_append *appends, size_t n_appends) {
@@ -414,7 +432,14 @@ void colibri_get_metrics(const colibri_model *m, colibri_metrics *metrics) {
   metrics->io_reason = store.reason;
 }
 
+colibri_status colibri_get_layer_metrics(const colibri_model *m, size_t layer, colibri_layer_metrics *metrics) {
+  if (layer >= m->engine.graph.n_layers) return COLIBRI_ERROR_ARGUMENT;
+  *metrics = m->engine.layer_metrics[layer];
+  return COLIBRI_OK;
+}
+
 void colibri_reset_metrics(colibri_model *m) {
   clb_store_get_metrics(m->engine.store, &m->store_base);
   m->engine.metrics = (colibri_metrics){0};
+  memset(m->engine.layer_metrics, 0, m->engine.graph.n_layers * sizeof *m->engine.layer_metrics);
 }

@@ -14,9 +14,11 @@
 #include "blocks.h"
 #include "colibri.h"
 #include "container.h"
+#include "cpus.h"
 #include "errors.h"
 #include "fast.h"
 #include "graph.h"
+#include "memory.h"
 #include "pool.h"
 #include "store.h"
 
@@ -117,6 +119,7 @@ typedef struct {
   colibri_precision precision;
   size_t n_threads, io_threads;
   colibri_check check;
+  bool pin_threads;
 
   const clb_kernels *kernels;
   clb_pool *pool;
@@ -133,7 +136,8 @@ typedef struct {
   clb_scratch scratch;
 
   clb_trace trace;
-  colibri_metrics metrics;  // but for what the store counts
+  colibri_metrics metrics;               // but for what the store counts
+  colibri_layer_metrics *layer_metrics;  // [n_layers]
   _Atomic bool cancelled;
   clb_error error;
 } clb_engine;
@@ -188,9 +192,6 @@ void clb_quantize(clb_engine *e, clb_rows rows, size_t n, size_t n_cols);
 // Whether products with w take codes.
 bool clb_takes_codes(const clb_engine *e, const clb_matrix *w);
 
-// memory.c
-uint64_t clb_available_memory(void);  // bytes the system and the control group have to give; 0 when unknown
-size_t clb_available_cpus(void);
 double clb_seconds(void);  // of a monotonic clock
 
 #endif

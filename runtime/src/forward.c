@@ -187,6 +187,33 @@ static colibri_status check_logits(const clb_engine *e, const clb_span *span) {
   return COLIBRI_OK;
 }
 
+typedef struct {
+  colibri_metrics times;
+  clb_store_metrics store;
+} layer_start;
+
+static layer_start start_layer(const clb_engine *e) {
+  layer_start start = {.times = e->metrics};
+  clb_store_get_metrics(e->store, &start.store);
+  return start;
+}
+
+// Adds what happened since to the layer's counters.
+static void end_layer(const clb_engine *e, size_t layer, const layer_start *start) {
+  colibri_layer_metrics *m = &e->layer_metrics[layer];
+  clb_store_metrics store;
+  clb_store_get_metrics(e->store, &store);
+  const uint64_t hits = store.hits - start->store.hits;
+  m->attention_seconds += e->metrics.attention_seconds - start->times.attention_seconds;
+  m->router_seconds += e->metrics.router_seconds - start->times.router_seconds;
+  m->experts_seconds += e->metrics.experts_seconds - start->times.experts_seconds;
+  m->io_wait_seconds += e->metrics.io_wait_seconds - start->times.io_wait_seconds;
+  m->expert_hits += hits;
+  m->expert_requests += hits + store.misses - start->store.misses;
+  m->reads += store.reads - start->store.reads;
+  m->bytes_read += store.bytes_read - start->store.bytes_read;
+}
+
 // Logits of spans that lie one after the other in memory are one product: the head is read once for all of them.
 static void multiply_head(clb_engine *e, const clb_batch *batch) {
   const size_t vocab = e->graph.vocab;
@@ -221,16 +248,21 @@ static colibri_status head(clb_engine *e, const clb_batch *batch) {
 
 static colibri_status layer(clb_engine *e, size_t i, const clb_batch *batch) {
   const double start = clb_seconds();
+  const layer_start before = start_layer(e);
   attention_block(e, i, batch);
   norm(e, e->layers[i].ffn_norm, 0, batch->n_tokens, 0);
   clb_quantize(e, e->scratch.normed, batch->n_tokens, e->graph.hidden);
   e->metrics.attention_seconds += clb_seconds() - start;
-  if (e->graph.layers[i].moe) return clb_moe(e, i, batch->n_tokens);
-  clb_dense(e, i, batch->n_tokens);
+  if (e->graph.layers[i].moe) {
+    CLB_TRY(clb_moe(e, i, batch->n_tokens));
+  } else {
+    clb_dense(e, i, batch->n_tokens);
+  }
+  end_layer(e, i, &before);
   return COLIBRI_OK;
 }
 
-colibri_status clb_forward(clb_engine *e, const clb_batch *batch) {
+static colibri_status forward(clb_engine *e, const clb_batch *batch) {
   const double start = clb_seconds();
   CLB_TRY(begin(e, batch));
   fill_rope(e, batch->n_tokens);
@@ -241,10 +273,17 @@ colibri_status clb_forward(clb_engine *e, const clb_batch *batch) {
   }
   if (atomic_load(&e->cancelled)) return cancelled(e);
   const double before = clb_seconds();
-  const colibri_status status = head(e, batch);
+  CLB_TRY(head(e, batch));
   e->metrics.head_seconds += clb_seconds() - before;
+  return COLIBRI_OK;
+}
+
+colibri_status clb_forward(clb_engine *e, const clb_batch *batch) {
+  const double start = clb_seconds();
+  const colibri_status status = forward(e, batch);
   e->metrics.seconds += clb_seconds() - start;
+  if (status != COLIBRI_OK) return status;
   e->metrics.tokens += batch->n_tokens;
   e->metrics.evals++;
-  return status;
+  return COLIBRI_OK;
 }

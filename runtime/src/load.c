@@ -9,7 +9,6 @@
 enum {
   DEFAULT_CTX = 4096,
   MAX_CTX = 1 << 20,
-  DEFAULT_BATCH = 256,
   MAX_BATCH = 4096,
   MAX_SEQUENCES = 256,
   READ_BYTES = 8 << 20,    // of one task
@@ -88,11 +87,16 @@ static colibri_status check_options(clb_engine *e, const colibri_options *o) {
   CLB_TRY(check_kinds(e, o));
   e->n_sequences = o->n_sequences ? o->n_sequences : 1;
   e->ctx = o->ctx ? o->ctx : smaller(e->graph.context_length, DEFAULT_CTX);
-  e->batch_size = smaller(o->batch_size ? o->batch_size : DEFAULT_BATCH, e->ctx * e->n_sequences);
+  e->batch_size = smaller(o->batch_size ? o->batch_size : COLIBRI_DEFAULT_BATCH_SIZE, e->ctx * e->n_sequences);
   e->n_threads = o->n_threads ? o->n_threads : smaller(clb_available_cpus(), CLB_POOL_MAX_THREADS);
   e->io_threads = o->io_threads;
   e->check = o->check;
   e->precision = o->precision;
+  e->pin_threads = o->pin_threads;
+  if (e->pin_threads && e->n_threads > clb_available_cpus()) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "pinning of %zu threads: this process may use %zu CPUs",
+                    e->n_threads, clb_available_cpus());
+  }
   const uint64_t n_chunks = e->ctx / CLB_ATTENTION_CHUNK + 1;
   if (n_chunks * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS || e->batch_size * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu, batch of %llu: too large for %llu key heads",
@@ -245,29 +249,84 @@ static clb_matrix matrix_of(const clb_tensor *t) {
       .type = t->type, .rows = t->shape[0], .cols = t->shape[1], .row_bytes = t->bytes / t->shape[0], .data = NULL};
 }
 
-static colibri_status plan_cache(clb_engine *e, uint64_t asked, colibri_memory *m) {
-  clb_store_sizes sizes;
-  clb_store_measure(e->container, &sizes);
-  m->min_cache_bytes = sizes.minimum_bytes;
-  m->all_experts_bytes = sizes.all_bytes;
-  if (asked > 0 && asked < sizes.minimum_bytes) {
-    return clb_fail(e->error, COLIBRI_ERROR_MEMORY,
-                    "expert cache of %llu bytes: this model needs at least %llu (two blocks)",
-                    (unsigned long long)asked, (unsigned long long)sizes.minimum_bytes);
-  }
-  if (asked == 0) {
-    const uint64_t others = m->resident_bytes + m->kv_bytes + m->scratch_bytes + m->metadata_bytes;
-    asked = larger(m->available_bytes > others ? (m->available_bytes - others) / 2 : 0, sizes.minimum_bytes);
-  }
-  m->cache_bytes = e->cache_bytes = larger(smaller(asked, sizes.all_bytes), sizes.minimum_bytes);
-  e->cache_blocks = e->cache_bytes == sizes.all_bytes ? sizes.n_blocks : 2 * e->cache_bytes / (sizes.minimum_bytes + 1);
-  return COLIBRI_OK;
+// What is not in an arena: estimates on the high side, but for the logits.
+static uint64_t other_bytes(const clb_engine *e, uint64_t n_blocks, uint64_t logits_rows) {
+  enum { PROGRAM = 6 << 20, PER_THREAD = 64 << 10, PER_BLOCK = 192, PER_TENSOR = 256, PER_POSITION = 8 };
+  return PROGRAM + PER_THREAD * (e->n_threads + CLB_STORE_MAX_IO_THREADS) + PER_BLOCK * n_blocks +
+         PER_TENSOR * clb_container_n_tensors(e->container) + PER_POSITION * e->ctx +
+         larger(logits_rows, 1) * e->graph.vocab * sizeof(float);
 }
 
-static colibri_status plan_memory(clb_engine *e, uint64_t cache_asked, colibri_memory *m) {
+// Address space that thread stacks will take of a resource limit, though hardly of memory.
+static uint64_t stack_bytes(const clb_engine *e) {
+  pthread_attr_t attributes;
+  size_t n_bytes = 0;
+  if (pthread_attr_init(&attributes) != 0) return 0;
+  (void)pthread_attr_getstacksize(&attributes, &n_bytes);
+  pthread_attr_destroy(&attributes);
+  return (e->n_threads + larger(e->io_threads, 2)) * (uint64_t)n_bytes;
+}
+
+static void find_available(const clb_engine *e, colibri_memory *m) {
+  const clb_available available = clb_available_memory("");
+  m->available_bytes = available.bytes;
+  m->available_limit = available.limit;
+  if (strncmp(available.limit, "RLIMIT", 6) == 0) m->available_bytes -= smaller(available.bytes, stack_bytes(e));
+}
+
+static colibri_status refuse_budget(const clb_engine *e, const colibri_options *o, const colibri_memory *m) {
+  const unsigned long long minimum = m->min_total_bytes;
+  if (o->ram_budget_bytes == 0) {
+    return clb_fail(e->error, COLIBRI_ERROR_MEMORY,
+                    "%llu bytes of memory are needed at least, %llu are available (%s); a smaller context or batch "
+                    "size needs less, and a budget of %llu is tried all the same",
+                    minimum, (unsigned long long)m->available_bytes, m->available_limit, minimum);
+  }
+  return clb_fail(e->error, COLIBRI_ERROR_MEMORY,
+                  "memory budget of %llu bytes: at least %llu are needed (resident tensors %llu, KV %llu, scratch "
+                  "%llu, experts %llu, metadata and other %llu); a smaller context or batch size needs less",
+                  (unsigned long long)o->ram_budget_bytes, minimum, (unsigned long long)m->resident_bytes,
+                  (unsigned long long)m->kv_bytes, (unsigned long long)m->scratch_bytes,
+                  (unsigned long long)m->cache_bytes, (unsigned long long)(m->metadata_bytes + m->other_bytes));
+}
+
+// Shares the budget out; all but the cache is known.
+static colibri_status plan_cache(clb_engine *e, const colibri_options *o, const clb_store_sizes *sizes,
+                                 colibri_memory *m) {
+  m->min_cache_bytes = sizes->minimum_bytes;
+  m->token_bytes = sizes->token_bytes;
+  m->all_experts_bytes = sizes->all_bytes;
+  if (o->expert_cache_bytes > 0 && o->expert_cache_bytes < sizes->minimum_bytes) {
+    return clb_fail(e->error, COLIBRI_ERROR_MEMORY,
+                    "expert cache of %llu bytes: this model needs at least %llu (two blocks)",
+                    (unsigned long long)o->expert_cache_bytes, (unsigned long long)sizes->minimum_bytes);
+  }
+  find_available(e, m);
+  const clb_budget_request request = {
+      .fixed = m->metadata_bytes + m->resident_bytes + m->kv_bytes + m->scratch_bytes + m->other_bytes,
+      .min_cache = sizes->minimum_bytes,
+      .all_experts = sizes->all_bytes,
+      .budget = o->ram_budget_bytes,
+      .cache = o->expert_cache_bytes,
+      .available = m->available_bytes};
+  const clb_budget budget = clb_split_budget(&request);
+  m->cache_bytes = e->cache_bytes = budget.cache;
+  e->cache_blocks =
+      e->cache_bytes == sizes->all_bytes ? sizes->n_blocks : 2 * e->cache_bytes / (sizes->minimum_bytes + 1);
+  m->total_bytes = request.fixed + budget.cache;
+  m->min_total_bytes = budget.minimum;
+  m->budget_bytes = budget.budget;
+  m->reserve_bytes = budget.reserve;
+  return budget.fits ? COLIBRI_OK : refuse_budget(e, o, m);
+}
+
+static colibri_status plan_memory(clb_engine *e, const colibri_options *options, colibri_memory *m) {
   const clb_graph *g = &e->graph;
-  *m = (colibri_memory){
-      .ctx = e->ctx, .context_length = g->context_length, .metadata_bytes = clb_container_data_offset(e->container)};
+  *m = (colibri_memory){.ctx = e->ctx,
+                        .context_length = g->context_length,
+                        .vocab_size = g->vocab,
+                        .n_tokens = g->n_tokens,
+                        .metadata_bytes = clb_container_data_offset(e->container)};
   file_range *ranges = calloc(clb_container_n_tensors(e->container), sizeof *ranges);
   if (!ranges) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the tensor table");
   resident_ranges(e, ranges, &e->resident.n_bytes);
@@ -278,10 +337,10 @@ static colibri_status plan_memory(clb_engine *e, uint64_t cache_asked, colibri_m
   m->resident_bytes = e->resident.n_bytes + e->vectors.n_bytes;
   m->kv_bytes = e->kv_memory.n_bytes;
   m->scratch_bytes = e->scratch_memory.n_bytes;
-  m->available_bytes = clb_available_memory();
-  CLB_TRY(plan_cache(e, cache_asked, m));
-  m->total_bytes = m->metadata_bytes + m->resident_bytes + m->kv_bytes + m->cache_bytes + m->scratch_bytes;
-  return COLIBRI_OK;
+  clb_store_sizes sizes;
+  clb_store_measure(e->container, &sizes);
+  m->other_bytes = other_bytes(e, sizes.n_blocks, options->logits_rows);
+  return plan_cache(e, options, &sizes, m);
 }
 
 colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_options *options,
@@ -302,7 +361,7 @@ colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_op
   e->output = matrix_of(e->graph.output);
   e->embedding_offset = e->graph.token_embd->offset;
   e->embedding_on_demand = e->graph.output->offset != e->embedding_offset;
-  return plan_memory(e, options->expert_cache_bytes, memory);
+  return plan_memory(e, options, memory);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -483,7 +542,10 @@ static colibri_status allocate_all(clb_engine *e) {
   e->kv.keys = e->kv_memory.pages;
   e->kv.values = e->kv.keys + clb_kv_bytes(e) / 2;
   e->layers = calloc(e->graph.n_layers, sizeof *e->layers);
-  if (!e->layers) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
+  e->layer_metrics = calloc(e->graph.n_layers, sizeof *e->layer_metrics);
+  if (!e->layers || !e->layer_metrics) {
+    return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
+  }
   return COLIBRI_OK;
 }
 
@@ -496,7 +558,7 @@ colibri_status clb_engine_open(clb_engine *e) {
   char text[COLIBRI_ERROR_BYTES] = "";
   e->kernels = clb_kernels_best();
   CLB_TRY(allocate_all(e));
-  e->pool = clb_pool_open(e->n_threads);
+  e->pool = clb_pool_open(e->n_threads, e->pin_threads);
   if (!e->pool) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "%zu compute threads cannot be started", e->n_threads);
   if (!clb_file_open(&e->file, clb_container_fd(e->container), text, sizeof text)) {
     return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", text);
@@ -517,6 +579,7 @@ void clb_engine_close(clb_engine *e) {
     if (arenas[i]->pages) clb_pages_free(arenas[i]->pages, arenas[i]->n_bytes);
   }
   free(e->layers);
+  free(e->layer_metrics);
   clb_graph_free(&e->graph);
   clb_container_close(e->container);
 }

@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include "cpus.h"
+
 // `state` packs job number (24 bits), tasks of the job (20) and the next task to take (20). Taking a task is one
 // compare-and-swap on all three, so a thread that slept through the end of a job cannot take a task of another one by
 // mistake: if the swap succeeds, the task it took is one of the current job, whose fields are then stable until that
@@ -88,7 +90,16 @@ static void *worker_main(void *argument) {
   return NULL;
 }
 
-clb_pool *clb_pool_open(size_t n_threads) {
+static bool start_worker(struct worker *worker, bool pin) {
+  pthread_attr_t attributes;
+  if (pthread_attr_init(&attributes) != 0) return false;
+  const bool ok = (!pin || clb_pin_attributes(&attributes, worker->number)) &&
+                  pthread_create(&worker->thread, &attributes, worker_main, worker) == 0;
+  pthread_attr_destroy(&attributes);
+  return ok;
+}
+
+clb_pool *clb_pool_open(size_t n_threads, bool pin) {
   if (n_threads < 1 || n_threads > CLB_POOL_MAX_THREADS) return NULL;
   clb_pool *pool = calloc(1, sizeof *pool);
   if (!pool) return NULL;
@@ -104,7 +115,7 @@ clb_pool *clb_pool_open(size_t n_threads) {
   pthread_sigmask(SIG_SETMASK, &all, &before);
   for (size_t i = 0; ok && i + 1 < n_threads; i++) {
     pool->workers[i] = (struct worker){.pool = pool, .number = i + 1};
-    ok = pthread_create(&pool->workers[i].thread, NULL, worker_main, &pool->workers[i]) == 0;
+    ok = start_worker(&pool->workers[i], pin);
     if (ok) pool->n_started++;
   }
   pthread_sigmask(SIG_SETMASK, &before, NULL);

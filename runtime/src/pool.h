@@ -5,6 +5,7 @@
 #ifndef CLB_POOL_H
 #define CLB_POOL_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
 typedef struct clb_pool clb_pool;
@@ -14,8 +15,9 @@ enum { CLB_POOL_MAX_TASKS = (1 << 20) - 1, CLB_POOL_MAX_THREADS = 1024 };
 // worker: 0 is the caller, up to n_threads - 1; the same thread always has the same number.
 typedef void (*clb_task_fn)(void *context, size_t task, size_t worker);
 
-// n_threads in 1 .. CLB_POOL_MAX_THREADS, the caller included. NULL when threads cannot be had.
-clb_pool *clb_pool_open(size_t n_threads);
+// n_threads in 1 .. CLB_POOL_MAX_THREADS, the caller included. With `pin`, worker i stays on the i-th CPU that the
+// calling thread may use; the caller itself is not pinned. NULL when threads cannot be had.
+clb_pool *clb_pool_open(size_t n_threads, bool pin);
 void clb_pool_close(clb_pool *pool);
 size_t clb_pool_threads(const clb_pool *pool);
 

@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "colibri.h"
+#include "report.h"
 
 enum { EXIT_USAGE = 2, EXIT_INTERRUPTED = 130 };
 
@@ -29,7 +30,12 @@ static const char kHelp[] =
     "  --ctx N                   positions to make room for [prompt + max-tokens]\n"
     "  --threads N               compute threads; 0: all CPUs [0]\n"
     "  --batch-size N            prompt tokens evaluated at once [256]\n"
-    "  --expert-cache SIZE       memory for experts, as 512M or 4G [half of what is free]\n"
+    "  --pin-threads             compute thread i stays on the i-th CPU\n"
+    "  --precision HOW           fast or exact [fast; exact with --logits]\n"
+    "  --kv-type TYPE            of keys and values: f32, f16, q8_0, q4_0 [f16; exact: f32]\n"
+    "  --ram-budget SIZE         all memory, as 512M or 4G [what is available less a reserve]\n"
+    "  --expert-cache SIZE       memory for experts [what the budget leaves]\n"
+    "  --io-threads N            reads at once; 0: the default [0]\n"
     "  --temperature X           0: greedy, the most likely id [0]\n"
     "  --top-k N                 draw from the N most likely; 0: all [0]\n"
     "  --top-p X                 draw from the most likely that reach X [1]\n"
@@ -41,7 +47,7 @@ static const char kHelp[] =
     "                            block's first read), never [first]\n"
     "  --logits FILE.npy         write the prompt's logits, float32 [positions, vocab]\n"
     "  --json                    print one JSON document\n"
-    "  --profile                 print where time went\n"
+    "  --profile                 print where time went, by phase and layer\n"
     "  -h, --help                print this\n"
     "  --version                 print the version\n"
     "\n"
@@ -50,10 +56,10 @@ static const char kHelp[] =
 
 typedef struct {
   const char *model, *tokens_text, *logits_path;
-  uint64_t max_tokens, ctx, threads, batch_size, expert_cache;
+  uint64_t max_tokens, ctx, threads, batch_size, expert_cache, ram_budget, io_threads;
   colibri_sampling sampling;
-  colibri_check check;
-  bool ignore_eos, json, profile, help, version;
+  int check, precision, kv_type;
+  bool ignore_eos, json, profile, pin_threads, help, version;
   bool has_seed, has_top_k, has_top_p, has_min_p;
 } settings;
 
@@ -62,14 +68,39 @@ typedef struct {
   size_t n_prompt, n_generated;
   double prefill_seconds, decode_seconds;
   const char *stop_reason;
+  colibri_sampler *sampler;
+  colibri_advice advice[COLIBRI_MAX_ADVICE];
+  size_t n_advice;
+  run_profile profile;
 } outcome;
 
 // What a signal handler may touch.
 static colibri_model *g_model;
 static volatile sig_atomic_t g_interrupted;
 
+static volatile sig_atomic_t g_opening, g_json;
+
+static void write_all(int fd, const char *text) {
+  for (size_t left = strlen(text); left > 0;) {
+    const ssize_t n = write(fd, text, left);
+    if (n <= 0) return;
+    text += n;
+    left -= (size_t)n;
+  }
+}
+
+// While a model is opened there is nothing to tidy up, and no evaluation to cancel.
 static void on_signal(int number) {
   (void)number;
+  if (g_opening) {
+    write_all(STDERR_FILENO, "error: interrupted\n");
+    if (g_json) {
+      write_all(STDOUT_FILENO,
+                "{\n  \"ok\": false,\n  \"error\": {\"kind\": \"Interrupted\", \"message\": \"interrupted\"},\n"
+                "  \"exit_code\": 130\n}\n");
+    }
+    _exit(EXIT_INTERRUPTED);
+  }
   g_interrupted = 1;
   if (g_model) colibri_cancel(g_model);
 }
@@ -82,20 +113,6 @@ static double now(void) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Errors
-
-static void print_json_string(const char *text) {
-  putchar('"');
-  for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-    if (*c == '"' || *c == '\\') {
-      printf("\\%c", *c);
-    } else if (*c < 0x20) {
-      printf("\\u%04x", *c);
-    } else {
-      putchar(*c);
-    }
-  }
-  putchar('"');
-}
 
 static int fail(const settings *s, const char *kind, int exit_code, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
@@ -173,23 +190,32 @@ static bool parse_number(const char *text, double *out) {
   return starts_well && *end == '\0' && isfinite(*out);
 }
 
-typedef enum { FLAG, COUNT, SIZE, NUMBER, TEXT, CHECK } option_kind;
+typedef enum { FLAG, COUNT, SIZE, NUMBER, TEXT, CHOICE } option_kind;
+
+typedef struct {
+  const char *name;
+  int value;
+} choice;
+
+static const choice kChecks[] = {
+    {"always", COLIBRI_CHECK_ALWAYS}, {"first", COLIBRI_CHECK_FIRST}, {"never", COLIBRI_CHECK_NEVER}, {NULL, 0}};
+
+static const choice kPrecisions[] = {{"exact", COLIBRI_EXACT}, {"fast", COLIBRI_FAST}, {NULL, 0}};
+static const choice kKvTypes[] = {
+    {"f32", COLIBRI_KV_F32}, {"f16", COLIBRI_KV_F16}, {"q8_0", COLIBRI_KV_Q8_0}, {"q4_0", COLIBRI_KV_Q4_0}, {NULL, 0}};
 
 typedef struct {
   const char *name;
   option_kind kind;
   void *value;
-  bool *given;  // or NULL
+  bool *given;            // or NULL
+  const choice *choices;  // of a CHOICE
 } option;
 
-static bool parse_check(const char *text, colibri_check *out) {
-  static const struct {
-    const char *name;
-    colibri_check check;
-  } names[] = {{"always", COLIBRI_CHECK_ALWAYS}, {"first", COLIBRI_CHECK_FIRST}, {"never", COLIBRI_CHECK_NEVER}};
-  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-    if (strcmp(text, names[i].name) != 0) continue;
-    *out = names[i].check;
+static bool parse_choice(const choice *choices, const char *text, int *out) {
+  for (; choices->name; choices++) {
+    if (strcmp(text, choices->name) != 0) continue;
+    *out = choices->value;
     return true;
   }
   return false;
@@ -199,16 +225,31 @@ static bool parse_value(const option *o, const char *text) {
   if (o->kind == COUNT) return parse_u64(text, INT32_MAX, o->value);
   if (o->kind == SIZE) return parse_size(text, o->value) && *(uint64_t *)o->value > 0;
   if (o->kind == NUMBER) return parse_number(text, o->value);
-  if (o->kind == CHECK) return parse_check(text, o->value);
+  if (o->kind == CHOICE) return parse_choice(o->choices, text, o->value);
   *(const char **)o->value = text;
   return *text != '\0';
 }
 
-static const char *expected(option_kind kind) {
-  if (kind == COUNT) return "a whole number from 0 to 2147483647";
-  if (kind == SIZE) return "a size above 0, as 512M or 4G";
-  if (kind == CHECK) return "always, first or never";
-  return kind == NUMBER ? "a number" : "a value";
+// What an option's value should have been, in `text`.
+static void describe_expected(const option *o, char *text, size_t size) {
+  if (o->kind == COUNT) {
+    snprintf(text, size, "a whole number from 0 to %d", INT32_MAX);
+  } else if (o->kind == CHOICE) {
+    size_t used = 0;
+    for (const choice *c = o->choices; c->name && used < size; c++) {
+      const int n = snprintf(text + used, size - used, "%s%s",
+                             c == o->choices ? ""
+                             : c[1].name     ? ", "
+                                             : " or ",
+                             c->name);
+      used += n > 0 ? (size_t)n : 0;
+    }
+  } else {
+    snprintf(text, size, "%s",
+             o->kind == SIZE     ? "a size above 0, as 512M or 4G"
+             : o->kind == NUMBER ? "a number"
+                                 : "a value");
+  }
 }
 
 // Handles argv[*i] and steps over it, and over its value.
@@ -229,7 +270,9 @@ static int parse_option(const settings *s, const option *options, size_t n_optio
   if (!equals && *i >= argc) return usage(s, "%s needs a value", o->name);
   const char *text = equals ? equals + 1 : argv[(*i)++];
   if (parse_value(o, text)) return 0;
-  return usage(s, "%s: expected %s, found '%s'", o->name, expected(o->kind), text);
+  char expected[128];
+  describe_expected(o, expected, sizeof expected);
+  return usage(s, "%s: expected %s, found '%s'", o->name, expected, text);
 }
 
 static int check_settings(const settings *s) {
@@ -248,27 +291,33 @@ static int parse_settings(settings *s, int argc, char **argv) {
   *s = (settings){.max_tokens = 128};
   colibri_sampling_init(&s->sampling);
   uint64_t top_k = 0, seed = 0;
+  bool has_precision = false;
   const option options[] = {
-      {"--tokens", TEXT, &s->tokens_text, NULL},
-      {"--max-tokens", COUNT, &s->max_tokens, NULL},
-      {"--ctx", COUNT, &s->ctx, NULL},
-      {"--threads", COUNT, &s->threads, NULL},
-      {"--batch-size", COUNT, &s->batch_size, NULL},
-      {"--expert-cache", SIZE, &s->expert_cache, NULL},
-      {"--temperature", NUMBER, &s->sampling.temperature, NULL},
-      {"--top-k", COUNT, &top_k, &s->has_top_k},
-      {"--top-p", NUMBER, &s->sampling.top_p, &s->has_top_p},
-      {"--min-p", NUMBER, &s->sampling.min_p, &s->has_min_p},
-      {"--repetition-penalty", NUMBER, &s->sampling.repetition_penalty, NULL},
-      {"--seed", COUNT, &seed, &s->has_seed},
-      {"--ignore-eos", FLAG, &s->ignore_eos, NULL},
-      {"--check", CHECK, &s->check, NULL},
-      {"--logits", TEXT, &s->logits_path, NULL},
-      {"--json", FLAG, &s->json, NULL},
-      {"--profile", FLAG, &s->profile, NULL},
-      {"--help", FLAG, &s->help, NULL},
-      {"-h", FLAG, &s->help, NULL},
-      {"--version", FLAG, &s->version, NULL},
+      {.name = "--tokens", .kind = TEXT, .value = &s->tokens_text},
+      {.name = "--max-tokens", .kind = COUNT, .value = &s->max_tokens},
+      {.name = "--ctx", .kind = COUNT, .value = &s->ctx},
+      {.name = "--threads", .kind = COUNT, .value = &s->threads},
+      {.name = "--pin-threads", .kind = FLAG, .value = &s->pin_threads},
+      {.name = "--batch-size", .kind = COUNT, .value = &s->batch_size},
+      {.name = "--precision", .kind = CHOICE, .value = &s->precision, .given = &has_precision, .choices = kPrecisions},
+      {.name = "--kv-type", .kind = CHOICE, .value = &s->kv_type, .choices = kKvTypes},
+      {.name = "--ram-budget", .kind = SIZE, .value = &s->ram_budget},
+      {.name = "--expert-cache", .kind = SIZE, .value = &s->expert_cache},
+      {.name = "--io-threads", .kind = COUNT, .value = &s->io_threads},
+      {.name = "--temperature", .kind = NUMBER, .value = &s->sampling.temperature},
+      {.name = "--top-k", .kind = COUNT, .value = &top_k, .given = &s->has_top_k},
+      {.name = "--top-p", .kind = NUMBER, .value = &s->sampling.top_p, .given = &s->has_top_p},
+      {.name = "--min-p", .kind = NUMBER, .value = &s->sampling.min_p, .given = &s->has_min_p},
+      {.name = "--repetition-penalty", .kind = NUMBER, .value = &s->sampling.repetition_penalty},
+      {.name = "--seed", .kind = COUNT, .value = &seed, .given = &s->has_seed},
+      {.name = "--ignore-eos", .kind = FLAG, .value = &s->ignore_eos},
+      {.name = "--check", .kind = CHOICE, .value = &s->check, .choices = kChecks},
+      {.name = "--logits", .kind = TEXT, .value = &s->logits_path},
+      {.name = "--json", .kind = FLAG, .value = &s->json},
+      {.name = "--profile", .kind = FLAG, .value = &s->profile},
+      {.name = "--help", .kind = FLAG, .value = &s->help},
+      {.name = "-h", .kind = FLAG, .value = &s->help},
+      {.name = "--version", .kind = FLAG, .value = &s->version},
   };
   for (int i = 1; i < argc; i++) s->json = s->json || strcmp(argv[i], "--json") == 0;  // also for usage errors
   for (int i = 1; i < argc;) {
@@ -282,6 +331,7 @@ static int parse_settings(settings *s, int argc, char **argv) {
     }
     if (s->help || s->version) return 0;
   }
+  if (!has_precision) s->precision = s->logits_path ? COLIBRI_EXACT : COLIBRI_FAST;
   s->sampling.top_k = (uint32_t)top_k;
   s->sampling.seed = seed;
   return check_settings(s);
@@ -362,6 +412,7 @@ static bool is_same_file(const char *a, const char *b) {
 static colibri_status prefill(const settings *s, const colibri_info *info, const outcome *o, npy *file, float *logits,
                               float **last) {
   for (size_t done = 0; done < o->n_prompt;) {
+    if (g_interrupted) return COLIBRI_CANCELLED;
     const size_t left = o->n_prompt - done, n = left < info->batch_size ? left : (size_t)info->batch_size;
     const size_t wanted = s->logits_path ? n : (done + n == o->n_prompt);
     const colibri_status status = colibri_eval(g_model, o->ids + done, n, logits, wanted);
@@ -380,15 +431,14 @@ static void show_token(const settings *s, const outcome *o) {
   fflush(stdout);
 }
 
-static colibri_status decode(const settings *s, const colibri_info *info, colibri_sampler *sampler, outcome *o,
-                             float *logits) {
+static colibri_status decode(const settings *s, const colibri_info *info, outcome *o, float *logits) {
   o->stop_reason = "max-tokens";
   while (o->n_generated < s->max_tokens) {
     if (g_interrupted) return COLIBRI_CANCELLED;
     uint32_t token;
-    colibri_status status = colibri_sampler_draw(sampler, logits, &token);
+    colibri_status status = colibri_sampler_draw(o->sampler, logits, &token);
     if (status != COLIBRI_OK) return status;
-    colibri_sampler_accept(sampler, token);
+    colibri_sampler_accept(o->sampler, token);
     o->ids[o->n_prompt + o->n_generated++] = token;
     show_token(s, o);
     if (!s->ignore_eos && colibri_is_eos(g_model, token)) {
@@ -400,14 +450,20 @@ static colibri_status decode(const settings *s, const colibri_info *info, colibr
       o->stop_reason = "context";
       break;
     }
+    const double start = now();
     status = colibri_eval(g_model, &token, 1, logits, 1);
+    if (o->profile.token_seconds) o->profile.token_seconds[o->profile.n_token_seconds++] = now() - start;
     if (status != COLIBRI_OK) return status;
   }
   return COLIBRI_OK;
 }
 
-static int run_prompt(const settings *s, const colibri_info *info, colibri_sampler *sampler, outcome *o,
-                      float *logits) {
+static void take_counters(const outcome *o, colibri_metrics *metrics, colibri_layer_metrics *layers) {
+  colibri_get_metrics(g_model, metrics);
+  for (size_t i = 0; i < o->profile.n_layers; i++) (void)colibri_get_layer_metrics(g_model, i, &layers[i]);
+}
+
+static int run_prompt(const settings *s, const colibri_info *info, outcome *o, float *logits) {
   npy file = {0};
   float *last = logits;
   if (s->logits_path) npy_open(&file, s->logits_path, o->n_prompt, info->vocab_size);
@@ -418,11 +474,15 @@ static int run_prompt(const settings *s, const colibri_info *info, colibri_sampl
   const int write_error = s->logits_path ? npy_finish(&file, s->logits_path, status == COLIBRI_OK) : 0;
   if (write_error) return fail(s, "OSError", EXIT_FAILURE, "%s: %s", s->logits_path, strerror(write_error));
   if (status == COLIBRI_OK) {
-    for (size_t i = 0; i < o->n_prompt; i++) colibri_sampler_accept(sampler, o->ids[i]);
+    for (size_t i = 0; i < o->n_prompt; i++) colibri_sampler_accept(o->sampler, o->ids[i]);
+    take_counters(o, &o->profile.prefill, o->profile.prefill_layers);
     const double decoding = now();
-    status = decode(s, info, sampler, o, last);
+    status = decode(s, info, o, last);
     o->decode_seconds = now() - decoding;
+  } else {
+    take_counters(o, &o->profile.prefill, o->profile.prefill_layers);
   }
+  take_counters(o, &o->profile.total, o->profile.layers);
   if (!s->json && o->n_generated > 0) printf("\n");
   if (status == COLIBRI_CANCELLED) {
     o->stop_reason = "interrupted";
@@ -451,30 +511,27 @@ static double tokens_per_second(const outcome *o) {
   return o->decode_seconds > 0 ? steps / o->decode_seconds : 0;
 }
 
-static void print_json(const settings *s, const outcome *o, const colibri_metrics *m) {
-  printf("{\n  \"tokens\": [");
-  for (size_t i = 0; i < o->n_generated; i++) printf("%s%" PRIu32, i ? ", " : "", o->ids[o->n_prompt + i]);
-  printf("],\n  \"prompt_tokens\": %zu,\n  \"generated_tokens\": %zu,\n", o->n_prompt, o->n_generated);
-  printf("  \"stop_reason\": \"%s\",\n", o->stop_reason);
-  char warning[COLIBRI_ERROR_BYTES];
-  snprintf(warning, sizeof warning, "reads go through the page cache: %s", m->io_reason);
-  printf("  \"warnings\": [");
-  if (!m->io_direct) print_json_string(warning);
-  printf("],\n");
-  if (s->sampling.temperature > 0) {
-    printf("  \"seed\": %" PRIu64 ",\n", s->sampling.seed);
-  } else {
-    printf("  \"seed\": null,\n");
+static bool buffered_warning(const colibri_metrics *m, char *text, size_t size) {
+  snprintf(text, size, "reads go through the page cache: %s", m->io_reason);
+  return !m->io_direct;
+}
+
+// The texts of one kind; `last` is one more of it, or NULL.
+static void print_advice_json(const outcome *o, bool warnings, const char *last) {
+  bool first = true;
+  printf("[");
+  for (size_t i = 0; i < o->n_advice; i++) {
+    if (o->advice[i].warning != warnings) continue;
+    if (!first) printf(", ");
+    print_json_string(o->advice[i].text);
+    first = false;
   }
-  printf("  \"prefill_seconds\": %.6f,\n  \"decode_seconds\": %.6f,\n", o->prefill_seconds, o->decode_seconds);
-  printf("  \"tokens_per_second\": %.3f,\n  \"peak_rss_bytes\": %" PRIu64 ",\n", tokens_per_second(o),
-         peak_rss_bytes());
-  if (s->profile) {
-    printf("  \"profile\": {\"seconds\": %.6f, \"attention_seconds\": %.6f, \"router_seconds\": %.6f, ", m->seconds,
-           m->attention_seconds, m->router_seconds);
-    printf("\"experts_seconds\": %.6f, \"io_wait_seconds\": %.6f, \"head_seconds\": %.6f},\n", m->experts_seconds,
-           m->io_wait_seconds, m->head_seconds);
-  }
+  if (last && !first) printf(", ");
+  if (last) print_json_string(last);
+  printf("]");
+}
+
+static void print_io_json(const colibri_metrics *m) {
   printf("  \"io\": {\"backend\": \"%s\", \"direct\": %s, \"bytes_read\": %" PRIu64 ", \"reads\": %" PRIu64 ", ",
          m->io_backend, m->io_direct ? "true" : "false", m->bytes_read, m->reads);
   if (m->expert_requests > 0) {
@@ -482,31 +539,46 @@ static void print_json(const settings *s, const outcome *o, const colibri_metric
   } else {
     printf("\"hit_rate\": null, ");
   }
-  printf("\"wait_seconds\": %.6f},\n  \"warnings\": [", m->io_wait_seconds);
-  if (!m->io_direct) {
-    char text[COLIBRI_ERROR_BYTES];
-    snprintf(text, sizeof text, "reads go through the page cache: %s", m->io_reason);
-    print_json_string(text);
-  }
-  printf("]\n}\n");
+  printf("\"wait_seconds\": %.6f},\n", m->io_wait_seconds);
 }
 
-static void print_profile(const colibri_metrics *m) {
-  const struct {
-    const char *name;
-    double seconds;
-  } parts[] = {{"attention", m->attention_seconds},
-               {"router", m->router_seconds},
-               {"experts", m->experts_seconds},
-               {"io wait", m->io_wait_seconds},
-               {"head", m->head_seconds}};
-  for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-    fprintf(stderr, "  %-10s %8.3f s  %5.1f %%\n", parts[i].name, parts[i].seconds,
-            m->seconds > 0 ? 100 * parts[i].seconds / m->seconds : 0.0);
+static void print_json(const settings *s, outcome *o) {
+  const colibri_metrics *m = &o->profile.total;
+  printf("{\n  \"tokens\": [");
+  for (size_t i = 0; i < o->n_generated; i++) printf("%s%" PRIu32, i ? ", " : "", o->ids[o->n_prompt + i]);
+  printf("],\n  \"prompt_tokens\": %zu,\n  \"generated_tokens\": %zu,\n", o->n_prompt, o->n_generated);
+  colibri_info info;
+  colibri_get_info(g_model, &info);
+  printf("  \"stop_reason\": \"%s\",\n  \"precision\": \"%s\",\n  \"kv_type\": \"%s\",\n", o->stop_reason,
+         info.precision, info.kv_type);
+  if (s->sampling.temperature > 0) {
+    printf("  \"seed\": %" PRIu64 ",\n", s->sampling.seed);
+  } else {
+    printf("  \"seed\": null,\n");
   }
+  printf("  \"prefill_seconds\": %.6f,\n  \"decode_seconds\": %.6f,\n", o->prefill_seconds, o->decode_seconds);
+  printf("  \"tokens_per_second\": %.3f,\n  \"peak_rss_bytes\": %" PRIu64 ",\n  \"memory\": ", tokens_per_second(o),
+         peak_rss_bytes());
+  colibri_memory memory;
+  colibri_get_memory(g_model, &memory);
+  print_memory_json(&memory);
+  printf(",\n");
+  print_io_json(m);
+  if (s->profile) {
+    printf("  \"profile\": ");
+    print_profile_json(&o->profile);
+    printf(",\n");
+  }
+  char text[COLIBRI_ERROR_BYTES];
+  printf("  \"notes\": ");
+  print_advice_json(o, false, NULL);
+  printf(",\n  \"warnings\": ");
+  print_advice_json(o, true, buffered_warning(m, text, sizeof text) ? text : NULL);
+  printf("\n}\n");
 }
 
-static void print_report(const settings *s, const outcome *o, const colibri_metrics *m) {
+static void print_report(const settings *s, outcome *o) {
+  const colibri_metrics *m = &o->profile.total;
   fprintf(stderr, "prompt: %zu tokens in %.2f s; generated: %zu tokens in %.2f s (%.1f tokens/s), stopped: %s\n",
           o->n_prompt, o->prefill_seconds, o->n_generated, o->decode_seconds, tokens_per_second(o), o->stop_reason);
   colibri_memory memory;
@@ -516,60 +588,147 @@ static void print_report(const settings *s, const outcome *o, const colibri_metr
           (double)memory.cache_bytes / 0x1p20, (double)memory.all_experts_bytes / 0x1p20,
           m->expert_requests ? 100 * (double)m->expert_hits / (double)m->expert_requests : 0.0, m->io_backend,
           m->io_direct ? "direct" : "buffered", m->reads, (double)m->bytes_read / 0x1p20, m->io_wait_seconds);
-  if (!m->io_direct) fprintf(stderr, "warning: reads go through the page cache: %s\n", m->io_reason);
+  char text[COLIBRI_ERROR_BYTES];
+  if (buffered_warning(m, text, sizeof text)) fprintf(stderr, "warning: %s\n", text);
   fprintf(stderr, "memory: peak %.1f MiB\n", (double)peak_rss_bytes() / 0x1p20);
-  if (s->profile) print_profile(m);
+  if (s->profile) print_profile(&o->profile);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-static int open_model(const settings *s, const outcome *o) {
+static colibri_options engine_options(const settings *s) {
   colibri_options options;
   colibri_options_init(&options);
   options.n_threads = (uint32_t)s->threads;
+  options.io_threads = (uint32_t)s->io_threads;
   options.batch_size = s->batch_size;
+  options.ram_budget_bytes = s->ram_budget;
   options.expert_cache_bytes = s->expert_cache;
   options.ctx = s->ctx;
-  options.check = s->check;
-  char text[COLIBRI_ERROR_BYTES];
+  options.check = (colibri_check)s->check;
+  options.pin_threads = s->pin_threads;
+  options.precision = (colibri_precision)s->precision;
+  options.kv_type = (colibri_kv_type)s->kv_type;
+  return options;
+}
+
+// Room for the prompt and what it may become, as far as the model goes; no budget is in the way of asking for that.
+static colibri_status choose_ctx(const settings *s, const outcome *o, colibri_options *options, char *text,
+                                 size_t text_bytes) {
+  colibri_options ask = *options;
   colibri_memory memory;
-  colibri_status status = colibri_estimate(s->model, &options, &memory, text, sizeof text);
-  if (status == COLIBRI_OK) {
-    const uint64_t wanted = o->n_prompt + s->max_tokens;
-    if (s->ctx == 0) options.ctx = wanted < memory.context_length ? wanted : memory.context_length;
-    status = colibri_open(s->model, &options, &g_model, text, sizeof text);
+  ask.ram_budget_bytes = UINT64_MAX;
+  if (s->ctx == 0) ask.ctx = 1;
+  const colibri_status status = colibri_estimate(s->model, &ask, &memory, text, text_bytes);
+  if (status != COLIBRI_OK || s->ctx != 0) return status;
+  const uint64_t wanted = o->n_prompt + s->max_tokens;
+  options->ctx = wanted < memory.context_length ? wanted : memory.context_length;
+  return COLIBRI_OK;
+}
+
+// What can be found wrong before anything is shown or read.
+static int check_prompt(const settings *s, const outcome *o, const colibri_memory *m) {
+  for (size_t i = 0; i < o->n_prompt; i++) {
+    if (o->ids[i] < m->vocab_size) continue;
+    return fail(s, "UsageError", EXIT_USAGE, "token %zu of the input is %" PRIu32 "; this model's ids end at %" PRIu64,
+                i, o->ids[i], m->vocab_size - 1);
   }
+  if (o->n_prompt <= m->ctx) return 0;
+  return fail(s, "UsageError", EXIT_USAGE,
+              "%zu tokens do not fit: the context has %" PRIu64 " positions (this model allows up to %" PRIu64 ")",
+              o->n_prompt, m->ctx, m->context_length);
+}
+
+static int check_logits_path(const settings *s) {
+  if (!s->logits_path) return 0;
+  npy file = {0};
+  npy_open(&file, s->logits_path, 0, 0);
+  const int failure = npy_finish(&file, s->logits_path, false);
+  return failure ? fail(s, "OSError", EXIT_FAILURE, "%s: %s", s->logits_path, strerror(failure)) : 0;
+}
+
+// Says what memory is planned, probes the drive where that is asked for or matters, and says what there is to warn of.
+static colibri_status show_plan(const settings *s, const colibri_options *options, const colibri_memory *memory,
+                                outcome *o, char *text, size_t text_bytes) {
+  const double probe_seconds = 0.3;
+  if (!s->json) print_memory(memory);
+  run_profile *p = &o->profile;
+  p->has_drive = s->profile || colibri_wants_probe(memory);
+  if (p->has_drive) {
+    const colibri_status status =
+        colibri_probe_drive(s->model, options->io_threads, probe_seconds, &p->drive, text, text_bytes);
+    if (status != COLIBRI_OK) return status;
+  }
+  o->n_advice = colibri_advise(memory, p->has_drive ? &p->drive : NULL, o->advice);
+  for (size_t i = 0; i < o->n_advice && !s->json; i++) {
+    fprintf(stderr, "%s: %s\n", o->advice[i].warning ? "warning" : "note", o->advice[i].text);
+  }
+  return COLIBRI_OK;
+}
+
+static int open_model(const settings *s, outcome *o) {
+  colibri_options options = engine_options(s);
+  char text[COLIBRI_ERROR_BYTES];
+  colibri_status status = choose_ctx(s, o, &options, text, sizeof text);
+  if (status == COLIBRI_OK && s->logits_path) {
+    // As many as colibri_info.batch_size will be.
+    const uint64_t batch = options.batch_size ? options.batch_size : COLIBRI_DEFAULT_BATCH_SIZE;
+    options.logits_rows = batch < options.ctx ? batch : options.ctx;
+  }
+  colibri_memory memory;
+  if (status == COLIBRI_OK) status = colibri_estimate(s->model, &options, &memory, text, sizeof text);
+  if (status != COLIBRI_OK) return fail_status(s, status, text);
+  int failure = check_prompt(s, o, &memory);
+  if (!failure) failure = check_logits_path(s);
+  if (failure) return failure;
+  if (colibri_sampler_open(&s->sampling, memory.vocab_size, memory.n_tokens, &o->sampler, text, sizeof text) !=
+      COLIBRI_OK) {
+    return usage(s, "%s", text);
+  }
+  status = show_plan(s, &options, &memory, o, text, sizeof text);
+  if (status == COLIBRI_OK) status = colibri_open(s->model, &options, &g_model, text, sizeof text);
   return status == COLIBRI_OK ? 0 : fail_status(s, status, text);
+}
+
+static int allocate_profile(const settings *s, const colibri_info *info, outcome *o) {
+  run_profile *p = &o->profile;
+  if (!s->profile) return 0;
+  p->n_layers = (size_t)info->n_layers;
+  p->prefill_layers = calloc(p->n_layers, sizeof *p->prefill_layers);
+  p->layers = calloc(p->n_layers, sizeof *p->layers);
+  p->token_seconds = calloc(s->max_tokens + 1, sizeof *p->token_seconds);
+  if (p->prefill_layers && p->layers && p->token_seconds) return 0;
+  return fail(s, "JobError", EXIT_FAILURE, "no memory for the times of %" PRIu64 " tokens", s->max_tokens);
+}
+
+static int run_model(const settings *s, const colibri_info *info, outcome *o) {
+  int failure = allocate_profile(s, info, o);
+  if (failure) return failure;
+  const size_t rows = s->logits_path ? (size_t)info->batch_size : 1;
+  float *logits = calloc(rows * (size_t)info->vocab_size, sizeof *logits);
+  failure = logits ? run_prompt(s, info, o, logits)
+                   : fail(s, "JobError", EXIT_FAILURE, "no memory for the logits of %zu positions", rows);
+  free(logits);
+  return failure;
 }
 
 static int run(const settings *s, outcome *o) {
   if (s->logits_path && is_same_file(s->model, s->logits_path)) {
     return usage(s, "--logits: '%s' is the model itself", s->logits_path);
   }
+  g_json = s->json;
+  g_opening = 1;
   int failure = open_model(s, o);
+  g_opening = 0;
   if (failure) return failure;
   colibri_info info;
   colibri_get_info(g_model, &info);
-  const colibri_status status = colibri_check_input(g_model, o->ids, o->n_prompt);
-  if (status != COLIBRI_OK) return fail_status(s, status, colibri_error(g_model));
-  char text[COLIBRI_ERROR_BYTES];
-  colibri_sampler *sampler = NULL;
-  if (colibri_sampler_open(&s->sampling, info.vocab_size, info.n_tokens, &sampler, text, sizeof text) != COLIBRI_OK) {
-    return usage(s, "%s", text);
-  }
-  const size_t rows = s->logits_path ? (size_t)info.batch_size : 1;
-  float *logits = calloc(rows * (size_t)info.vocab_size, sizeof *logits);
-  failure = logits ? run_prompt(s, &info, sampler, o, logits)
-                   : fail(s, "JobError", EXIT_FAILURE, "no memory for the logits of %zu positions", rows);
-  free(logits);
-  colibri_sampler_close(sampler);
+  failure = run_model(s, &info, o);
   if (failure && failure != EXIT_INTERRUPTED) return failure;
-  colibri_metrics metrics;
-  colibri_get_metrics(g_model, &metrics);
   if (s->json) {
-    print_json(s, o, &metrics);
+    print_json(s, o);
   } else {
-    print_report(s, o, &metrics);
+    print_report(s, o);
   }
   return failure;
 }
@@ -590,6 +749,10 @@ int main(int argc, char **argv) {
   colibri_model *model = g_model;
   g_model = NULL;
   colibri_close(model);
+  colibri_sampler_close(o.sampler);
+  free(o.profile.prefill_layers);
+  free(o.profile.layers);
+  free(o.profile.token_seconds);
   free(o.ids);
   if (fflush(stdout) != 0 && !failure) failure = EXIT_FAILURE;
   return failure;
