@@ -13,6 +13,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/uio.h>
 
 enum { CLB_IO_UNIT = 4096 };
 
@@ -25,12 +26,26 @@ typedef struct {
 /* Opens the file behind `fd` once more (the same inode, whatever its path holds now); `fd` stays the caller's.
  * False, and a one-line `error`, when it cannot be read at all. */
 bool clb_file_open(clb_file *file, int fd, char *error, size_t error_bytes);
+
+/* The same through the page cache, whatever the file system can do; `reason` says that it was wanted so. */
+bool clb_file_open_buffered(clb_file *file, int fd, const char *reason, char *error, size_t error_bytes);
+
 void clb_file_close(clb_file *file);  // a closed or zeroed clb_file with fd -1 is left alone
 
 /* Reads exactly `n_bytes` at `offset` into `buffer`, all three multiples of CLB_IO_UNIT. Interrupted and short reads go
  * on where they stopped. Returns 0, or a positive errno: EINVAL for a misaligned request, ENODATA when the file ends
  * before the range does. */
 int clb_file_read(const clb_file *file, uint64_t offset, void *buffer, size_t n_bytes);
+
+/* The same into several buffers, one after the other; all addresses and lengths are multiples of CLB_IO_UNIT. `parts`
+ * is used up. */
+int clb_file_readv(const clb_file *file, uint64_t offset, struct iovec *parts, size_t n_parts);
+
+/* Takes n_bytes off the front of `parts`; returns how many parts are left, moved to the front. */
+size_t clb_parts_skip(struct iovec *parts, size_t n_parts, size_t n_bytes);
+
+/* "Input/output error (errno 5)" */
+void clb_describe_errno(int error_number, char *text, size_t text_bytes);
 
 /* One line about a failed clb_file_read: "reading 8192 bytes at offset 12288: Input/output error". */
 void clb_file_describe(int error_number, uint64_t offset, size_t n_bytes, char *text, size_t text_bytes);

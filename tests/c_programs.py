@@ -17,7 +17,12 @@ ASAN = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TSAN = ["-fsanitize=thread"]
 BLOCKS = sorted(CSRC.glob("blocks*.c"))
 READER = [CSRC / name for name in ("container.c", "crc32c.c", "sha256.c")]
-STORE = [*READER, CSRC / "aligned_io.c", RUNTIME / "store.c", RUNTIME / "io_pread.c"]
+STORE = [
+    *READER,
+    CSRC / "aligned_io.c",
+    *sorted(RUNTIME.glob("store*.c")),
+    *sorted(RUNTIME.glob("io_*.c")),
+]
 LIBRARY = [*sorted(CSRC.glob("*.c")), *sorted(RUNTIME.glob("*.c"))]
 VALGRIND = ["valgrind", "-q", "--error-exitcode=99", "--leak-check=full"]
 VALGRIND += ["--show-leak-kinds=all", "--errors-for-leak-kinds=all"]

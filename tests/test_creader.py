@@ -34,7 +34,7 @@ def reader(folder: Path, types: list[Path]) -> Program:
     return Program(folder / "test_container", sources, sanitizer(ASAN, folder))
 
 
-WRAP = ["-Wl,--wrap=pread,--wrap=open,--wrap=mmap"]
+WRAP = ["-Wl,--wrap=pread,--wrap=preadv,--wrap=open,--wrap=mmap,--wrap=madvise,--wrap=syscall"]
 
 
 @pytest.fixture(scope="module")
@@ -709,24 +709,121 @@ def test_store_hands_out_the_bytes_of_the_file(
         store("random", streams[name], threads, 60, cache, threads, threads % 3)
 
 
-def test_store_is_free_of_races(threaded_store: Program, streams: dict[str, Path]) -> None:
+BACKENDS = ["pread", "io_uring", "mmap", "buffered"]
+# Read in pieces of a page, in whole blocks, and with neighbours joined to reads of 64 KiB.
+PIECES = [4096, 20480, 65536]
+
+
+def backend_in_use(program: Program, path: Path, io: str) -> str:
+    return dict(re.findall(r'(\w+) ("[^"]*"|\S+)', program("--io", io, "info", path)))["backend"]
+
+
+def usable(program: Program, path: Path, io: str) -> None:
+    """Skip a backend that this system refuses; what happens then is tested below."""
+    if io in ("io_uring", "mmap") and backend_in_use(program, path, io) != io:
+        pytest.skip(f"{io} is refused here")
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+@pytest.mark.parametrize("guesses", [[], ["--hints"], ["--hints", "--preload"]])
+def test_bytes_do_not_depend_on_backend_pieces_hints_or_preload(
+    io: str, guesses: list[str], store: Program, streams: dict[str, Path]
+) -> None:
+    """Everything handed out is compared with the file, in caches from two blocks to all."""
+    usable(store, streams["one"], io)
+    for i, (name, cache) in enumerate(
+        [("one", "min"), ("two", "min"), ("two", "100000"), ("wide", "300000"), ("one", "all")]
+    ):
+        piece, threads = PIECES[i % len(PIECES)], 1 + i % 4
+        switches = ["--io", io, "--piece", piece, *guesses]
+        store(*switches, "random", streams[name], i, 50, cache, threads, i % 3)
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+def test_store_is_free_of_races(
+    io: str, threaded_store: Program, streams: dict[str, Path], tmp_path: Path
+) -> None:
+    usable(threaded_store, streams["one"], io)
     for threads, cache in ((1, "min"), (4, "min"), (4, "150000"), (2, "all")):
-        threaded_store("random", streams["two"], threads, 40, cache, threads, 0)
-    threaded_store("faults", streams["one"])
-    threaded_store("pair", streams["one"], streams["two"])
+        switches = ["--io", io, "--piece", 4096 * threads, "--hints"]
+        threaded_store(*switches, "random", streams["two"], threads, 40, cache, threads, 0)
+    threaded_store("--io", io, "faults", copy_of(streams["one"], tmp_path))
+    threaded_store("--io", io, "pair", streams["one"], streams["two"])
 
 
+def copy_of(path: Path, folder: Path) -> Path:
+    """A copy that a test may damage."""
+    copy = folder / path.name
+    copy.write_bytes(path.read_bytes())
+    return copy
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+@pytest.mark.parametrize("piece", PIECES)
 def test_read_error_names_the_expert_and_the_store_goes_on(
-    store: Program, streams: dict[str, Path]
+    io: str, piece: int, store: Program, streams: dict[str, Path], tmp_path: Path
 ) -> None:
     """EIO, the end of the file, a flipped bit; interrupted and short reads are no errors."""
-    said = store("faults", streams["one"])
-    assert said.count("Input/output error") == said.count("the file ends") == 8
-    assert said.count("CRC-32C") == 8
+    usable(store, streams["one"], io)
+    said = store("--io", io, "--piece", piece, "faults", copy_of(streams["one"], tmp_path))
+    assert said.count("Input/output error") == said.count("CRC-32C") == 8
+    assert said.count("the file ends") == (0 if io == "mmap" else 8)
 
 
-def test_check_modes_see_what_they_promise(store: Program, streams: dict[str, Path]) -> None:
-    store("checks", streams["one"])
+@pytest.mark.parametrize("io", BACKENDS)
+def test_file_cut_while_open_is_an_error_of_the_experts_behind_the_cut(
+    io: str, store: Program, streams: dict[str, Path], tmp_path: Path
+) -> None:
+    usable(store, streams["one"], io)
+    store("--io", io, "cut", copy_of(streams["one"], tmp_path))
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+def test_check_modes_see_what_they_promise(
+    io: str, store: Program, streams: dict[str, Path], tmp_path: Path
+) -> None:
+    usable(store, streams["one"], io)
+    store("--io", io, "checks", copy_of(streams["one"], tmp_path))
+
+
+def test_refused_io_uring_is_pread_with_one_line_of_reason(
+    store: Program, streams: dict[str, Path]
+) -> None:
+    """Unknown to the kernel, then forbidden by a seccomp filter as in containers."""
+    assert len(store("blocked", streams["one"]).splitlines()) == 2
+
+
+def test_io_uring_works_without_the_right_to_lock_memory(
+    store: Program, streams: dict[str, Path]
+) -> None:
+    usable(store, streams["one"], "io_uring")
+    little, none = store("unpinned", streams["one"]).split()
+    assert little == "io_uring"
+    assert none in ("io_uring", "pread")
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+def test_hints_are_read_ahead_and_scored(io: str, store: Program, streams: dict[str, Path]) -> None:
+    usable(store, streams["one"], io)
+    store("--io", io, "hints", streams["one"])
+
+
+def test_hints_that_help_are_followed_and_wrong_ones_cost_nothing(
+    store: Program, streams: dict[str, Path]
+) -> None:
+    """Slow reads, and time to compute before each request. The share is of 1600 hints: now
+    and then the store does not follow them, to compare."""
+    said = dict(re.findall(r"(\w+ \w+) (\S+)", store("controller", streams["one"])))
+    assert float(said["right followed"]) > 0.6
+    assert int(said["wrong reads"]) < 160
+
+
+@pytest.mark.parametrize("io", BACKENDS)
+def test_preload_fills_the_cache_with_the_first_blocks_of_the_file(
+    io: str, store: Program, streams: dict[str, Path]
+) -> None:
+    usable(store, streams["one"], io)
+    store("--io", io, "preload", streams["one"])
 
 
 def test_wrong_calls_are_refused_and_harmless(store: Program, streams: dict[str, Path]) -> None:

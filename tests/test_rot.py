@@ -147,11 +147,22 @@ def test_a_file_cut_while_it_is_open_is_an_error_and_no_crash(rot: Program, mode
     rot("cut", model)
 
 
-def test_the_library_maps_no_file() -> None:
-    """A cut file then raises SIGBUS nowhere: every mapping is anonymous."""
-    for source in LIBRARY:
-        for call in re.findall(r"\bmmap\(.*?\);", source.read_text(), re.S):
-            assert "MAP_ANONYMOUS" in call, f"{source.name}: {call}"
+def test_the_library_maps_no_file_unless_asked_to() -> None:
+    """A cut file then raises SIGBUS nowhere: every mapping is anonymous, or a ring of io_uring, or
+    the one that `CLB_IO_MMAP` asks for."""
+    calls = [
+        (source.name, call)
+        for source in LIBRARY
+        for call in re.findall(r"\bmmap\(.*?\);", source.read_text(), re.S)
+        if "MAP_ANONYMOUS" not in call
+    ]
+    rings = [name for name, call in calls if name == "io_uring.c" and "u->fd, IORING_OFF_" in call]
+    files = [name for name, call in calls if name == "store.c" and "MAP_SHARED, fd, 0" in call]
+    assert (len(rings), len(files)) == (2, 1)
+    assert len(calls) == 3, calls
+    store = (ROOT / "runtime" / "src" / "store.c").read_text()
+    assert len(re.findall(r"\bmap_file\(", store)) == 2  # its definition, and:
+    assert "io == CLB_IO_MMAP && map_file(s)" in store
 
 
 def test_a_replaced_container_goes_on_as_the_one_that_was_opened(

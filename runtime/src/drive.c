@@ -8,7 +8,7 @@
 #include "container.h"
 #include "engine.h"
 
-enum { DEFAULT_DEPTH = 2 };  // as the store's pool of threads has it
+enum { DEFAULT_DEPTH = 4 };  // as the store's pool of threads has it
 
 typedef struct {
   const clb_container *container;

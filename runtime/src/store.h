@@ -57,12 +57,29 @@ typedef enum {
   CLB_CHECK_NEVER,
 } clb_check;
 
+/* How blocks are read. With O_DIRECT bytes go past the page cache; where the file system refuses it they do not, and
+ * the metrics say so.
+ *
+ * With CLB_IO_MMAP `data` points into a mapping of the file: nothing is copied, and what stays in memory is the
+ * kernel's choice. The cache then bounds what is mapped at once, and a hit means that the block is within that bound,
+ * not that the kernel kept its pages. A file that is cut, or a drive that fails, after a block was handed out ends the
+ * process (SIGBUS); a read that fails before is an error like any other. */
+typedef enum {
+  CLB_IO_AUTO = 0,  // CLB_IO_PREAD
+  CLB_IO_PREAD,     // io_threads threads, O_DIRECT
+  CLB_IO_URING,     // io_uring, O_DIRECT; where the system refuses it: CLB_IO_PREAD
+  CLB_IO_MMAP,      // Linux 5.14 or later; elsewhere CLB_IO_PREAD
+  CLB_IO_BUFFERED,  // io_threads threads, through the page cache
+} clb_io;
+
 enum { CLB_STORE_MAX_IO_THREADS = 64 };
 
 typedef struct {
   uint64_t cache_bytes;  // at least minimum_bytes; what exceeds all_bytes is not used
-  uint32_t io_threads;   // 1 ... CLB_STORE_MAX_IO_THREADS; 0: the default, 2
+  uint32_t io_threads;   // 1 ... CLB_STORE_MAX_IO_THREADS; 0: the default, 4
   clb_check check;
+  clb_io io;
+  uint32_t piece_bytes;  // how much is read at once: larger blocks are split, smaller neighbours joined; 0: 1 MiB
 } clb_store_options;
 
 /* Reserves the cache and starts the reading threads. The container must outlive the store. NULL, and a one-line
@@ -107,16 +124,36 @@ void clb_store_release(clb_store *store, size_t slot);  // of an expert that is 
 /* Ends the request, releasing what is still held. May come at any time, also without a request. */
 void clb_store_end(clb_store *store);
 
+/* Fills the cache, or n_bytes of it, with the first blocks of the file, which are the hottest where the container is in
+ * the order of hotness. Waits until they are there. Nothing is evicted for them; they stay by the same rule as others.
+ * False, and the text, when one cannot be read. Not while a request is open. */
+bool clb_store_preload(clb_store *store, uint64_t n_bytes);
+
+/* A guess at the experts that the next request of `row` will name, the likeliest first. They are read with bandwidth
+ * that no request wants, as far as they are worth more than what they replace; the call itself never waits. The store
+ * compares how long requests wait with and without hints, and stops following them while they lose. Bytes handed out
+ * never depend on hints. May come while a request is open. False for experts that do not exist; n may be 0. */
+bool clb_store_hint(clb_store *store, size_t row, const uint32_t *experts, size_t n);
+
+/* Whether a hint can be of any use: false when every block is in memory. */
+bool clb_store_wants_hints(const clb_store *store);
+
 typedef struct {
-  const char *backend;  // "pread"
-  bool direct;          // past the page cache
-  const char *reason;   // why not direct; "" when it is
-  uint64_t reads, bytes_read;
-  uint64_t hits, misses;  // requested experts that were in memory, and that were not
+  const char *backend;         // "pread", "io_uring" or "mmap": the one in use
+  bool direct;                 // past the page cache
+  const char *reason;          // one line: why not direct, or why it is not the backend asked for; "" otherwise
+  uint64_t reads, bytes_read;  // blocks, whatever pieces they were read in
+  uint64_t hits, misses;       // requested experts that were in memory, and that were not
   uint64_t evictions;
   uint64_t wait_ns;      // spent in clb_store_next waiting for reads
   uint64_t cache_bytes;  // the bound in force
   uint64_t used_bytes;   // of it, blocks in memory now
+  uint64_t preloaded_bytes;
+  uint64_t hints_followed, hints_paused;  // paused: counted, but not followed as following lost time
+  uint64_t hint_guessed, hint_right;      // experts named by hints, and of these the ones that were then requested
+  uint64_t hint_chosen;                   // experts of requests that a hint was about: right / chosen is the recall
+  uint64_t hint_reads;                    // blocks read by hints; `reads` has them too
+  uint64_t hint_useful_bytes, hint_wasted_bytes;  // of these: asked for later; evicted before
 } clb_store_metrics;
 
 void clb_store_get_metrics(const clb_store *store, clb_store_metrics *out);
