@@ -427,6 +427,15 @@ void colibri_get_metrics(const colibri_model *m, colibri_metrics *metrics) {
   metrics->expert_requests = metrics->expert_hits + store.misses - m->store_base.misses;
   metrics->reads = store.reads - m->store_base.reads;
   metrics->bytes_read = store.bytes_read - m->store_base.bytes_read;
+  metrics->prefetch_guessed = store.hint_guessed - m->store_base.hint_guessed;
+  metrics->prefetch_right = store.hint_right - m->store_base.hint_right;
+  metrics->prefetch_chosen = store.hint_chosen - m->store_base.hint_chosen;
+  metrics->prefetch_reads = store.hint_reads - m->store_base.hint_reads;
+  metrics->prefetch_useful_bytes = store.hint_useful_bytes - m->store_base.hint_useful_bytes;
+  metrics->prefetch_wasted_bytes = store.hint_wasted_bytes - m->store_base.hint_wasted_bytes;
+  metrics->prefetch_paused = store.hints_paused - m->store_base.hints_paused;
+  metrics->preloaded_bytes = store.preloaded_bytes;
+  metrics->preload_seconds = m->engine.preload_seconds;
   metrics->io_backend = store.backend;
   metrics->io_direct = store.direct;
   metrics->io_reason = store.reason;

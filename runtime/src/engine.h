@@ -89,6 +89,8 @@ typedef struct {
   size_t n_positions;
 } clb_trace;
 
+typedef struct clb_prefetch clb_prefetch;
+
 // Keys and values of every layer, sequence, key head and position, each head vector a row of `type`.
 typedef struct {
   uint32_t type;
@@ -119,11 +121,16 @@ typedef struct {
   colibri_precision precision;
   size_t n_threads, io_threads;
   colibri_check check;
+  colibri_io io;
+  size_t prefetch_depth;
+  uint64_t preload_bytes;
+  double preload_seconds;
   bool pin_threads;
 
   const clb_kernels *kernels;
   clb_pool *pool;
   clb_store *store;
+  clb_prefetch *prefetch;  // NULL: off
   clb_file file;
 
   clb_arena resident, vectors, kv_memory, scratch_memory;
@@ -150,6 +157,9 @@ void clb_engine_close(clb_engine *e);
 // forward.c: evaluates a batch. The KV of its positions and the spans' logits are written.
 colibri_status clb_forward(clb_engine *e, const clb_batch *batch);
 
+// scratch.normed from scratch.x, as the layer's feed-forward network takes it.
+void clb_ffn_norm(clb_engine *e, size_t layer, size_t n_tokens);
+
 // kv.c: bytes of all keys and values; where those of one key head of a sequence start; storing a head vector.
 uint64_t clb_kv_bytes(const clb_engine *e);
 size_t clb_kv_offset(const clb_engine *e, size_t layer, size_t sequence, size_t kv_head);
@@ -167,6 +177,11 @@ void clb_record_trace(const clb_engine *e, size_t layer, size_t n_tokens);
 // moe.c: adds the feed-forward network of scratch.normed to scratch.x.
 colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens);
 void clb_dense(clb_engine *e, size_t layer, size_t n_tokens);
+
+// prefetch.c: guesses, for layers after this one, at the experts of the tokens whose residual stream is in scratch.x.
+clb_prefetch *clb_prefetch_open(const clb_graph *g, size_t depth);  // NULL: no memory
+void clb_prefetch_close(clb_prefetch *p);
+void clb_prefetch_after(clb_engine *e, size_t layer, size_t n_tokens);
 
 // linear.c: y[t, r] = w[r] . x[t] (+ bias[r]); with `up`: y[t, r] = silu(w[r] . x[t]) * (up[r] . x[t]).
 typedef struct {

@@ -112,6 +112,10 @@ static void rotate(const clb_engine *e, float *head, size_t token) {
   }
 }
 
+void clb_ffn_norm(clb_engine *e, size_t layer, size_t n_tokens) {
+  norm(e, e->layers[layer].ffn_norm, 0, n_tokens, 0);
+}
+
 static void norm_heads(const clb_engine *e, float *heads, const float *weight, size_t n_heads) {
   const size_t d = e->graph.head_dim;
   if (e->graph.qk_norm == CLB_QK_NORM_FULL) rms_norm(e, heads, weight, heads, n_heads * d);
@@ -250,7 +254,7 @@ static colibri_status layer(clb_engine *e, size_t i, const clb_batch *batch) {
   const double start = clb_seconds();
   const layer_start before = start_layer(e);
   attention_block(e, i, batch);
-  norm(e, e->layers[i].ffn_norm, 0, batch->n_tokens, 0);
+  clb_ffn_norm(e, i, batch->n_tokens);
   clb_quantize(e, e->scratch.normed, batch->n_tokens, e->graph.hidden);
   e->metrics.attention_seconds += clb_seconds() - start;
   if (e->graph.layers[i].moe) {

@@ -11,6 +11,7 @@ enum {
   MAX_CTX = 1 << 20,
   MAX_BATCH = 4096,
   MAX_SEQUENCES = 256,
+  MAX_PREFETCH_DEPTH = 2,
   READ_BYTES = 8 << 20,    // of one task
   VECTOR_ALIGNMENT = 16,   // floats
   SCRATCH_ALIGNMENT = 64,  // bytes
@@ -54,6 +55,13 @@ static colibri_status check_kinds(const clb_engine *e, const colibri_options *o)
   if (o->check != COLIBRI_CHECK_FIRST && o->check != COLIBRI_CHECK_ALWAYS && o->check != COLIBRI_CHECK_NEVER) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "check: expected a colibri_check, found %d", (int)o->check);
   }
+  if ((unsigned)o->io > COLIBRI_IO_BUFFERED) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "io: expected a colibri_io, found %d", (int)o->io);
+  }
+  if (o->prefetch_depth > MAX_PREFETCH_DEPTH) {
+    return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "prefetch depth: expected up to %d, found %u", MAX_PREFETCH_DEPTH,
+                    o->prefetch_depth);
+  }
   if (o->precision != COLIBRI_EXACT && o->precision != COLIBRI_FAST) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "precision: expected a colibri_precision, found %d",
                     (int)o->precision);
@@ -91,6 +99,9 @@ static colibri_status check_options(clb_engine *e, const colibri_options *o) {
   e->n_threads = o->n_threads ? o->n_threads : smaller(clb_available_cpus(), CLB_POOL_MAX_THREADS);
   e->io_threads = o->io_threads;
   e->check = o->check;
+  e->io = o->io;
+  e->prefetch_depth = o->prefetch_depth;
+  e->preload_bytes = o->preload_bytes;
   e->precision = o->precision;
   e->pin_threads = o->pin_threads;
   if (e->pin_threads && e->n_threads > clb_available_cpus()) {
@@ -554,6 +565,21 @@ static clb_check store_check(colibri_check check) {
   return check == COLIBRI_CHECK_ALWAYS ? CLB_CHECK_ALWAYS : CLB_CHECK_FIRST;
 }
 
+static clb_io store_io(colibri_io io) {
+  static const clb_io ios[] = {CLB_IO_AUTO, CLB_IO_PREAD, CLB_IO_URING, CLB_IO_MMAP, CLB_IO_BUFFERED};
+  return ios[io];
+}
+
+static colibri_status preload(clb_engine *e) {
+  if (e->preload_bytes == 0) return COLIBRI_OK;
+  const double before = clb_seconds();
+  if (!clb_store_preload(e->store, e->preload_bytes)) {
+    return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", clb_store_error(e->store));
+  }
+  e->preload_seconds = clb_seconds() - before;
+  return COLIBRI_OK;
+}
+
 colibri_status clb_engine_open(clb_engine *e) {
   char text[COLIBRI_ERROR_BYTES] = "";
   e->kernels = clb_kernels_best();
@@ -563,14 +589,22 @@ colibri_status clb_engine_open(clb_engine *e) {
   if (!clb_file_open(&e->file, clb_container_fd(e->container), text, sizeof text)) {
     return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", text);
   }
-  const clb_store_options options = {
-      .cache_bytes = e->cache_bytes, .io_threads = (uint32_t)e->io_threads, .check = store_check(e->check)};
+  const clb_store_options options = {.cache_bytes = e->cache_bytes,
+                                     .io_threads = (uint32_t)e->io_threads,
+                                     .check = store_check(e->check),
+                                     .io = store_io(e->io)};
   e->store = clb_store_open(e->container, &options, text, sizeof text);
   if (!e->store) return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", text);
-  return load_resident(e);
+  if (e->prefetch_depth > 0) {
+    e->prefetch = clb_prefetch_open(&e->graph, e->prefetch_depth);
+    if (!e->prefetch) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for prefetching");
+  }
+  CLB_TRY(load_resident(e));
+  return preload(e);
 }
 
 void clb_engine_close(clb_engine *e) {
+  clb_prefetch_close(e->prefetch);
   clb_store_close(e->store);
   if (e->file.fd >= 0) clb_file_close(&e->file);
   clb_pool_close(e->pool);

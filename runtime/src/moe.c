@@ -240,6 +240,7 @@ static colibri_status apply_experts(clb_engine *e, moe_job *job, size_t n_reques
   }
   job->most = largest_group(e, n_requested);
   const double before = clb_seconds(), waited = e->metrics.io_wait_seconds;
+  clb_prefetch_after(e, job->layer, job->n_tokens);  // after the request, whose reads come first
   const clb_store_status status = apply_request(job);
   e->metrics.experts_seconds += clb_seconds() - before - (e->metrics.io_wait_seconds - waited);
   colibri_status result = COLIBRI_OK;

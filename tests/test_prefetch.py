@@ -1,0 +1,101 @@
+"""Backends, prefetch and preload when a model runs: the same logits, and true counts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_models import make_model
+
+from colibri_tools.native import ffi, lib
+
+IOS = ["COLIBRI_IO_PREAD", "COLIBRI_IO_URING", "COLIBRI_IO_MMAP", "COLIBRI_IO_BUFFERED"]
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("prefetch") / "m.colibri", n_layers=4)
+
+
+def run(path: Path, batch: int = 1, **settings: int) -> tuple[np.ndarray, Any]:
+    """The logits of every position, evaluated `batch` tokens at a time, and the metrics."""
+    options = ffi.new("colibri_options *")
+    lib.colibri_options_init(options)
+    options.n_threads = 1
+    for name, value in settings.items():
+        setattr(options, name, value)
+    handle, text = ffi.new("colibri_model **"), ffi.new("char[]", 1024)
+    status = lib.colibri_open(os.fsencode(path), options, handle, text, len(text))
+    assert status == lib.COLIBRI_OK, ffi.string(text)
+    try:
+        info, metrics = ffi.new("colibri_info *"), ffi.new("colibri_metrics *")
+        lib.colibri_get_info(handle[0], info)
+        logits = np.empty((len(TOKENS), info.vocab_size), np.float32)
+        for i in range(0, len(TOKENS), batch):
+            target = ffi.from_buffer("float[]", logits[i : i + batch])
+            assert lib.colibri_eval(handle[0], TOKENS[i : i + batch], batch, target, batch) == 0
+        lib.colibri_get_metrics(handle[0], metrics)
+        return logits, metrics
+    finally:
+        lib.colibri_close(handle[0])
+
+
+def cache_bytes(path: Path, n_blocks: int) -> int:
+    memory, text = ffi.new("colibri_memory *"), ffi.new("char[]", 1024)
+    assert lib.colibri_estimate(os.fsencode(path), ffi.NULL, memory, text, len(text)) == 0
+    return int(memory.min_cache_bytes) // 2 * n_blocks
+
+
+@pytest.mark.parametrize("io", IOS)
+@pytest.mark.parametrize("n_blocks", [2, 7, 1000])
+def test_logits_do_not_depend_on_backend_prefetch_cache_or_preload(
+    io: str, n_blocks: int, model: Path
+) -> None:
+    expected, _ = run(model)
+    cache = cache_bytes(model, n_blocks)
+    for depth in (0, 1, 2):
+        for batch in (1, 4):
+            found, metrics = run(
+                model, batch, io=getattr(lib, io), prefetch_depth=depth, io_threads=1 + depth,
+                expert_cache_bytes=cache, preload_bytes=2**64 - 1 if depth else 0,
+            )  # fmt: skip
+            assert np.array_equal(found, expected)
+            assert metrics.preloaded_bytes <= cache
+            assert metrics.io_direct or ffi.string(metrics.io_reason)
+
+
+def test_recall_is_that_of_the_guesses(model: Path) -> None:
+    """Each MoE layer but the first is guessed once a token, from the state before the experts of
+    the layer before it: some guesses are right."""
+    _, metrics = run(model, prefetch_depth=1, expert_cache_bytes=cache_bytes(model, 7))
+    n_layers, top_k = 4, metrics.expert_requests // (4 * len(TOKENS))
+    assert metrics.prefetch_chosen == (n_layers - 1) * len(TOKENS) * top_k
+    assert metrics.prefetch_guessed == metrics.prefetch_chosen
+    assert 0 < metrics.prefetch_right <= metrics.prefetch_guessed
+    useful, wasted = metrics.prefetch_useful_bytes, metrics.prefetch_wasted_bytes
+    assert useful + wasted <= metrics.bytes_read + cache_bytes(model, 7)
+
+
+def test_nothing_is_guessed_without_prefetch_or_for_large_batches(model: Path) -> None:
+    cache = cache_bytes(model, 7)
+    assert run(model, expert_cache_bytes=cache)[1].prefetch_guessed == 0
+    assert run(model, 8, prefetch_depth=2, expert_cache_bytes=cache)[1].prefetch_guessed == 0
+    assert run(model, 4, prefetch_depth=2, expert_cache_bytes=cache)[1].prefetch_guessed > 0
+
+
+def test_preload_leaves_nothing_to_read(model: Path) -> None:
+    _, metrics = run(model, preload_bytes=2**64 - 1, expert_cache_bytes=cache_bytes(model, 1000))
+    assert metrics.expert_hits == metrics.expert_requests
+    assert metrics.bytes_read == metrics.preloaded_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [({"io": 9}, "io: expected"), ({"prefetch_depth": 3}, "up to 2")]
+)
+def test_senseless_options_are_refused(settings: dict[str, int], words: str, model: Path) -> None:
+    with pytest.raises(AssertionError, match=words):
+        run(model, **settings)
