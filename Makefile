@@ -52,7 +52,7 @@ $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/pip install -q --disable-pip-version-check 'ruff>=0.9,<1' 'mypy>=1.14,<3' 'clang-format>=18,<24'
 	@touch $@
 
-C_FILES = $(wildcard csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c tests/c/*.[ch] tests/bench/*.c tests/fuzz/*.[ch])
+C_FILES = $(wildcard csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.c tests/c/*.[ch] runtime/examples/*.c tests/bench/*.c tests/fuzz/*.[ch])
 
 lint: $(VENV)/.lint
 	@mkdir -p build

@@ -127,6 +127,30 @@ def test_another_engine_reads_experts_through_the_store(
             assert float(total) == pytest.approx(values.sum(dtype=np.float64), rel=1e-9, abs=1e-6)
 
 
+def test_the_example_drives_the_store_from_a_loop_of_its_own(
+    prefix: Path, model: Path, tmp_path: Path
+) -> None:
+    out, lib = tmp_path / "foreign_loop", prefix / "lib"
+    source = ROOT / "runtime" / "examples" / "foreign_loop.c"
+    run(*CC, "-std=c11", *STRICT, f"-I{prefix / 'include'}", source, f"-L{lib}", "-lcolibri",
+        "-o", out)  # fmt: skip
+    chosen = [2, 0, 3]
+    printed = run(out, model, *chosen, LD_LIBRARY_PATH=str(lib)).splitlines()
+    with open_container(model) as container:
+        expected = {
+            f"{row} {expert} {np.frombuffer(container.block(row, expert), np.uint8).sum()}"
+            for row in range(len(container.rows))
+            for expert in chosen
+        }
+    assert len(printed) == len(expected)
+    assert set(printed) == expected
+    assert 20 <= len(source.read_text().splitlines()) <= 60
+    refused = subprocess.run([out, model, "0", "9999"], capture_output=True, text=True,
+                             env={**os.environ, "LD_LIBRARY_PATH": str(lib)})  # fmt: skip
+    assert refused.returncode == 1
+    assert "expert is 9999" in refused.stderr
+
+
 @pytest.mark.parametrize("library", ["shared", "static"])
 def test_the_examples_of_the_guide_run(
     prefix: Path, model: Path, tmp_path: Path, library: str
