@@ -41,6 +41,15 @@ class SizeType(IntParam):
             self.fail(str(error), param, ctx)
 
 
+class SizeOrAll(SizeType):
+    """Bytes, or `all`."""
+
+    name = "size|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return (1 << 64) - 1 if value == "all" else super().convert(value, param, ctx)
+
+
 class Interrupted(Exception):
     """A command was ended by Ctrl-C or SIGTERM; the text says what it left behind, if anything."""
 
@@ -259,7 +268,27 @@ echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperatur
     help="Memory for experts; default: all of them, or what the budget leaves.",
 )
 @click.option(
+    "--preload",
+    type=SizeOrAll(),
+    default=0,
+    help="Bytes of the expert cache that are filled at open, or 'all'; default: none.",
+)
+@click.option(
+    "--io",
+    type=click.Choice(("auto", "pread", "io_uring", "mmap", "buffered")),
+    default="auto",
+    show_default=True,
+    help="How experts are read.",
+)
+@click.option(
     "--io-threads", type=click.IntRange(0, 64), default=0, help="Reads at once; 0 = the default."
+)
+@click.option(
+    "--prefetch-depth",
+    type=click.IntRange(0, 2),
+    default=0,
+    show_default=True,
+    help="MoE layers ahead that experts are guessed and read for.",
 )
 @click.option(
     "--check",

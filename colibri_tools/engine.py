@@ -22,8 +22,10 @@ from colibri_tools.native import ffi, lib
 __all__ = [
     "CHECK_MODES",
     "DEFAULT_BATCH_SIZE",
+    "IO_MODES",
     "KV_TYPES",
     "PRECISIONS",
+    "PRELOAD_ALL",
     "Advice",
     "Drive",
     "Engine",
@@ -42,16 +44,20 @@ __all__ = [
 ]
 
 CHECK_MODES = ("always", "first", "never")
+IO_MODES = ("auto", "pread", "io_uring", "mmap", "buffered")
 PRECISIONS = ("exact", "fast")
 KV_TYPES = ("f32", "f16", "q8_0", "q4_0")
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 Path: TypeAlias = "str | os.PathLike[str]"
 
-_SIZES = ("expert-cache", "ram-budget")
+_SIZES = ("expert-cache", "ram-budget", "preload")
 """Options in bytes."""
 
 DEFAULT_BATCH_SIZE = int(lib.COLIBRI_DEFAULT_BATCH_SIZE)
+
+PRELOAD_ALL = (1 << 64) - 1
+"""As much as the expert cache holds."""
 
 _POLL_SECONDS = 0.1
 """How long Ctrl-C may go unnoticed."""
@@ -243,15 +249,16 @@ class Engine:
     """An open container and a sequence of tokens, or several.
 
     `ram_budget` bounds all that `memory` counts, in bytes; None is what is available, less a
-    reserve. `expert_cache` None is what the budget leaves, at most all experts. `io_threads` is
-    the number of reads at once, 0 the default. `pin_threads` keeps compute thread i on the i-th
-    CPU. `logits_rows` tells the budget how many rows of logits the caller will hold. `ctx` None is
-    the smaller of 4096 and the model's context length; each of `sequences` has as many positions.
-    `check` is when checksums are compared: resident tensors and the embedding at open, expert
-    blocks at their "first" read or "always"; or "never" anything but metadata. `precision` "fast"
-    quantizes activations where weights are; "exact" computes in float32. `kv_type` is how keys
-    and values are kept: one of `KV_TYPES`; None is f32 in exact and f16 in fast precision. One
-    thread at a time uses an engine, but for `cancel`.
+    reserve. `expert_cache` None is what the budget leaves, at most all experts; `preload` bytes
+    of it are read at open. `io` is one of `IO_MODES`, `io_threads` 0 the default number of reads
+    at once, `prefetch_depth` how many MoE layers ahead experts are guessed for. `pin_threads`
+    keeps compute thread i on the i-th CPU. `logits_rows` tells the budget how many rows of
+    logits the caller will hold. `ctx` None is the smaller of 4096 and the model's context length;
+    each of `sequences` has as many positions. `check` is when checksums are compared: resident
+    tensors and the embedding at open, expert blocks at their "first" read or "always"; or "never"
+    anything but metadata. `precision` "fast" quantizes activations where weights are; "exact"
+    computes in float32. `kv_type` is how keys and values are kept: one of `KV_TYPES`; None is f32
+    in exact and f16 in fast precision. One thread at a time uses an engine, but for `cancel`.
     Raises FormatError, JobError or UsageError.
     """
 
@@ -265,6 +272,9 @@ class Engine:
         batch_size: int | None = None,
         io_threads: int = 0,
         check: str = "first",
+        io: str = "auto",
+        prefetch_depth: int = 0,
+        preload: int = 0,
         ram_budget: int | None = None,
         logits_rows: int = 0,
         pin_threads: bool = False,
@@ -286,6 +296,9 @@ class Engine:
             batch_size=batch_size,
             io_threads=io_threads,
             check=check,
+            io=io,
+            prefetch_depth=prefetch_depth,
+            preload=preload,
             ram_budget=ram_budget,
             logits_rows=logits_rows,
             pin_threads=pin_threads,
@@ -541,6 +554,9 @@ def _options(
     batch_size: int | None = None,
     io_threads: int = 0,
     check: str = "first",
+    io: str = "auto",
+    prefetch_depth: int = 0,
+    preload: int = 0,
     ram_budget: int | None = None,
     logits_rows: int = 0,
     pin_threads: bool = False,
@@ -560,6 +576,11 @@ def _options(
     if ram_budget is not None:
         options.ram_budget_bytes = _bounded("ram-budget", ram_budget, 1)
     options.check = _choice("check", "CHECK_", CHECK_MODES, check)
+    options.io = _choice("io", "IO_", IO_MODES, io)
+    options.prefetch_depth = _bounded("prefetch-depth", prefetch_depth, 0)
+    options.preload_bytes = (
+        PRELOAD_ALL if preload == PRELOAD_ALL else _bounded("preload", preload, 0)
+    )
     options.logits_rows = _bounded("logits-rows", logits_rows, 0)
     options.pin_threads = pin_threads
     options.precision = _choice("precision", "", PRECISIONS, precision)
@@ -572,7 +593,7 @@ def _options(
 def _choice(option: str, prefix: str, names: tuple[str, ...], name: str) -> int:
     if name not in names:
         raise UsageError(f"{option}: expected {', '.join(names)}, found {quote(name)}")
-    return int(getattr(lib, f"COLIBRI_{prefix}{name.upper()}"))
+    return int(getattr(lib, f"COLIBRI_{prefix}{name.upper().removeprefix('IO_')}"))
 
 
 def _open_model(path: Path, options: Any) -> Any:

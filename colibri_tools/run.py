@@ -139,7 +139,10 @@ def run(
     expert_cache: int | None = None,
     check: str = "first",
     ram_budget: int | None = None,
+    preload: int = 0,
+    io: str = "auto",
     io_threads: int = 0,
+    prefetch_depth: int = 0,
     pin_threads: bool = False,
     precision: str | None = None,
     kv_type: str | None = None,
@@ -185,7 +188,10 @@ def run(
         expert_cache=expert_cache,
         check=check,
         ram_budget=ram_budget,
+        preload=preload,
+        io=io,
         io_threads=io_threads,
+        prefetch_depth=prefetch_depth,
         pin_threads=pin_threads,
         precision=precision or ("fast" if logits is None else "exact"),
         kv_type=kv_type,
@@ -272,7 +278,10 @@ class _EngineOptions(TypedDict):
     expert_cache: int | None
     check: str
     ram_budget: int | None
+    preload: int
+    io: str
     io_threads: int
+    prefetch_depth: int
     pin_threads: bool
     precision: str
     kv_type: str | None
@@ -372,6 +381,8 @@ class _Generation:
         warnings: tuple[str, ...] = ()
         if not stats.io_direct:
             warnings = (f"reads go through the page cache: {stats.io_reason}",)
+        elif stats.io_reason:  # another backend than the one that was asked for
+            warnings = (stats.io_reason,)
         if self.stop_reason == "context":
             notes.append(f"the context of {self.engine.info.ctx} positions is full; see --ctx")
         return RunResult(

@@ -35,7 +35,10 @@ static const char kHelp[] =
     "  --kv-type TYPE            of keys and values: f32, f16, q8_0, q4_0 [f16; exact: f32]\n"
     "  --ram-budget SIZE         all memory, as 512M or 4G [what is available less a reserve]\n"
     "  --expert-cache SIZE       memory for experts [what the budget leaves]\n"
+    "  --preload SIZE            of the expert cache, filled at open; 'all' [0]\n"
+    "  --io HOW                  auto, pread, io_uring, mmap or buffered [auto]\n"
     "  --io-threads N            reads at once; 0: the default [0]\n"
+    "  --prefetch-depth N        MoE layers ahead that experts are guessed for: 0, 1, 2 [0]\n"
     "  --temperature X           0: greedy, the most likely id [0]\n"
     "  --top-k N                 draw from the N most likely; 0: all [0]\n"
     "  --top-p X                 draw from the most likely that reach X [1]\n"
@@ -56,9 +59,9 @@ static const char kHelp[] =
 
 typedef struct {
   const char *model, *tokens_text, *logits_path;
-  uint64_t max_tokens, ctx, threads, batch_size, expert_cache, ram_budget, io_threads;
+  uint64_t max_tokens, ctx, threads, batch_size, expert_cache, ram_budget, preload, io_threads, prefetch_depth;
   colibri_sampling sampling;
-  int check, precision, kv_type;
+  int check, io, precision, kv_type;
   bool ignore_eos, json, profile, pin_threads, help, version;
   bool has_seed, has_top_k, has_top_p, has_min_p;
 } settings;
@@ -190,7 +193,7 @@ static bool parse_number(const char *text, double *out) {
   return starts_well && *end == '\0' && isfinite(*out);
 }
 
-typedef enum { FLAG, COUNT, SIZE, NUMBER, TEXT, CHOICE } option_kind;
+typedef enum { FLAG, COUNT, SIZE, SIZE_OR_ALL, NUMBER, TEXT, CHOICE } option_kind;
 
 typedef struct {
   const char *name;
@@ -199,6 +202,9 @@ typedef struct {
 
 static const choice kChecks[] = {
     {"always", COLIBRI_CHECK_ALWAYS}, {"first", COLIBRI_CHECK_FIRST}, {"never", COLIBRI_CHECK_NEVER}, {NULL, 0}};
+static const choice kIo[] = {{"auto", COLIBRI_IO_AUTO},         {"pread", COLIBRI_IO_PREAD},
+                             {"io_uring", COLIBRI_IO_URING},    {"mmap", COLIBRI_IO_MMAP},
+                             {"buffered", COLIBRI_IO_BUFFERED}, {NULL, 0}};
 
 static const choice kPrecisions[] = {{"exact", COLIBRI_EXACT}, {"fast", COLIBRI_FAST}, {NULL, 0}};
 static const choice kKvTypes[] = {
@@ -210,6 +216,7 @@ typedef struct {
   void *value;
   bool *given;            // or NULL
   const choice *choices;  // of a CHOICE
+  uint64_t most;          // of a COUNT; 0: INT32_MAX
 } option;
 
 static bool parse_choice(const choice *choices, const char *text, int *out) {
@@ -222,8 +229,12 @@ static bool parse_choice(const choice *choices, const char *text, int *out) {
 }
 
 static bool parse_value(const option *o, const char *text) {
-  if (o->kind == COUNT) return parse_u64(text, INT32_MAX, o->value);
-  if (o->kind == SIZE) return parse_size(text, o->value) && *(uint64_t *)o->value > 0;
+  if (o->kind == COUNT) return parse_u64(text, o->most ? o->most : INT32_MAX, o->value);
+  if (o->kind == SIZE_OR_ALL && strcmp(text, "all") == 0) {
+    *(uint64_t *)o->value = UINT64_MAX;
+    return true;
+  }
+  if (o->kind == SIZE || o->kind == SIZE_OR_ALL) return parse_size(text, o->value) && *(uint64_t *)o->value > 0;
   if (o->kind == NUMBER) return parse_number(text, o->value);
   if (o->kind == CHOICE) return parse_choice(o->choices, text, o->value);
   *(const char **)o->value = text;
@@ -233,7 +244,7 @@ static bool parse_value(const option *o, const char *text) {
 // What an option's value should have been, in `text`.
 static void describe_expected(const option *o, char *text, size_t size) {
   if (o->kind == COUNT) {
-    snprintf(text, size, "a whole number from 0 to %d", INT32_MAX);
+    snprintf(text, size, "a whole number from 0 to %" PRIu64, o->most ? o->most : INT32_MAX);
   } else if (o->kind == CHOICE) {
     size_t used = 0;
     for (const choice *c = o->choices; c->name && used < size; c++) {
@@ -246,9 +257,10 @@ static void describe_expected(const option *o, char *text, size_t size) {
     }
   } else {
     snprintf(text, size, "%s",
-             o->kind == SIZE     ? "a size above 0, as 512M or 4G"
-             : o->kind == NUMBER ? "a number"
-                                 : "a value");
+             o->kind == SIZE          ? "a size above 0, as 512M or 4G"
+             : o->kind == SIZE_OR_ALL ? "a size above 0, as 512M or 4G, or all"
+             : o->kind == NUMBER      ? "a number"
+                                      : "a value");
   }
 }
 
@@ -303,7 +315,10 @@ static int parse_settings(settings *s, int argc, char **argv) {
       {.name = "--kv-type", .kind = CHOICE, .value = &s->kv_type, .choices = kKvTypes},
       {.name = "--ram-budget", .kind = SIZE, .value = &s->ram_budget},
       {.name = "--expert-cache", .kind = SIZE, .value = &s->expert_cache},
+      {.name = "--preload", .kind = SIZE_OR_ALL, .value = &s->preload},
+      {.name = "--io", .kind = CHOICE, .value = &s->io, .choices = kIo},
       {.name = "--io-threads", .kind = COUNT, .value = &s->io_threads},
+      {.name = "--prefetch-depth", .kind = COUNT, .value = &s->prefetch_depth, .most = 2},
       {.name = "--temperature", .kind = NUMBER, .value = &s->sampling.temperature},
       {.name = "--top-k", .kind = COUNT, .value = &top_k, .given = &s->has_top_k},
       {.name = "--top-p", .kind = NUMBER, .value = &s->sampling.top_p, .given = &s->has_top_p},
@@ -511,9 +526,10 @@ static double tokens_per_second(const outcome *o) {
   return o->decode_seconds > 0 ? steps / o->decode_seconds : 0;
 }
 
-static bool buffered_warning(const colibri_metrics *m, char *text, size_t size) {
-  snprintf(text, size, "reads go through the page cache: %s", m->io_reason);
-  return !m->io_direct;
+// Reads that are buffered, or made by another backend than the one asked for.
+static bool reading_warning(const colibri_metrics *m, char *text, size_t size) {
+  snprintf(text, size, "%s%s", m->io_direct ? "" : "reads go through the page cache: ", m->io_reason);
+  return !m->io_direct || m->io_reason[0] != 0;
 }
 
 // The texts of one kind; `last` is one more of it, or NULL.
@@ -573,7 +589,7 @@ static void print_json(const settings *s, outcome *o) {
   printf("  \"notes\": ");
   print_advice_json(o, false, NULL);
   printf(",\n  \"warnings\": ");
-  print_advice_json(o, true, buffered_warning(m, text, sizeof text) ? text : NULL);
+  print_advice_json(o, true, reading_warning(m, text, sizeof text) ? text : NULL);
   printf("\n}\n");
 }
 
@@ -589,7 +605,7 @@ static void print_report(const settings *s, outcome *o) {
           m->expert_requests ? 100 * (double)m->expert_hits / (double)m->expert_requests : 0.0, m->io_backend,
           m->io_direct ? "direct" : "buffered", m->reads, (double)m->bytes_read / 0x1p20, m->io_wait_seconds);
   char text[COLIBRI_ERROR_BYTES];
-  if (buffered_warning(m, text, sizeof text)) fprintf(stderr, "warning: %s\n", text);
+  if (reading_warning(m, text, sizeof text)) fprintf(stderr, "warning: %s\n", text);
   fprintf(stderr, "memory: peak %.1f MiB\n", (double)peak_rss_bytes() / 0x1p20);
   if (s->profile) print_profile(&o->profile);
 }
@@ -604,8 +620,11 @@ static colibri_options engine_options(const settings *s) {
   options.batch_size = s->batch_size;
   options.ram_budget_bytes = s->ram_budget;
   options.expert_cache_bytes = s->expert_cache;
+  options.preload_bytes = s->preload;
+  options.prefetch_depth = (uint32_t)s->prefetch_depth;
   options.ctx = s->ctx;
   options.check = (colibri_check)s->check;
+  options.io = (colibri_io)s->io;
   options.pin_threads = s->pin_threads;
   options.precision = (colibri_precision)s->precision;
   options.kv_type = (colibri_kv_type)s->kv_type;
