@@ -671,6 +671,21 @@ static const struct {
     {"graph.shared_width", CLB_KV_U64, false},
     {"graph.shared_gated", CLB_KV_BOOL, false},
     {"graph.dense_width", CLB_KV_U64, false},
+    {"graph.value_dim", CLB_KV_U64, true},
+    {"graph.q_lora", CLB_KV_U64, true},
+    {"graph.kv_lora", CLB_KV_U64, true},
+    {"graph.latent_norm_eps", CLB_KV_F64, true},
+    {"graph.attention_gate", CLB_KV_BOOL, true},
+    {"graph.rope_layers", CLB_KV_U64_ARRAY, true},
+    {"graph.pre_norm", CLB_KV_BOOL, true},
+    {"graph.post_norm", CLB_KV_BOOL, true},
+    {"graph.embedding_scale", CLB_KV_F64, true},
+    {"graph.router_select_bias", CLB_KV_BOOL, true},
+    {"graph.router_groups", CLB_KV_U64, true},
+    {"graph.router_top_groups", CLB_KV_U64, true},
+    {"graph.router_group_score", CLB_KV_STRING, true},
+    {"graph.router_norm_add", CLB_KV_F64, true},
+    {"graph.router_norm_min", CLB_KV_F64, true},
 };
 
 // A u64 of the spec that rule 12 has seen.
@@ -779,7 +794,7 @@ typedef struct {
   uint16_t first, last;
 } role_range;
 
-static const role_range kRoleRanges[] = {{0, 4}, {16, 26}, {32, 33}, {40, 42}, {48, 51}};
+static const role_range kRoleRanges[] = {{0, 4}, {16, 28}, {32, 35}, {40, 42}, {48, 51}, {64, 73}};
 
 static bool is_known_role(uint16_t role) {
   for (size_t i = 0; i < sizeof kRoleRanges / sizeof kRoleRanges[0]; i++) {

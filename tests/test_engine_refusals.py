@@ -67,10 +67,10 @@ def _only_layer(role: Role) -> int:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("graph.attention", "mla"),
+        ("graph.attention", "linear"),
         ("graph.norm", "layer"),
         ("graph.activation", "gelu"),
-        ("graph.router_score", "sigmoid"),
+        ("graph.router_score", "tanh"),
         ("graph.qk_norm", "l2"),
         ("graph.rope_pairing", "odd"),
     ],

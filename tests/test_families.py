@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_families as tf
 import tiny_models as tm
 from repack_util import map_gguf, map_hf, mapped, refused, small_gguf, small_hf, small_spec
 
 from colibri_tools.container.format import PartRole, Role
-from colibri_tools.container.spec import SPEC_KEYS
+from colibri_tools.container.spec import OPTIONAL_SPEC_KEYS, SPEC_KEYS
 from colibri_tools.errors import ColibriError, SourceError
-from colibri_tools.families import FAMILIES, Family, TensorRule
+from colibri_tools.families import FAMILIES, Family, Form, TensorRule
+from colibri_tools.families.checks import DIM_TEXT
 from colibri_tools.families.common import GGUF_KEYS
 from colibri_tools.families.naming import NameTable, choose_prefix
 from colibri_tools.families.rope import RopeSettings, hf_rope, resolve_rope
@@ -29,16 +31,22 @@ FAMILY_NAMES = [family.name for family in FAMILIES]
 
 
 def test_every_id_belongs_to_one_family() -> None:
-    for kind in ("safetensors", "gguf"):
-        ids = [name for family in FAMILIES for name in family.form(kind).ids]
+    for kind in ("Hugging Face", "GGUF"):
+        forms = [dict(family.forms).get(kind) for family in FAMILIES]
+        ids = [name for form in forms if form is not None for name in form.ids]
         assert len(ids) == len(set(ids))
-    assert FAMILY_NAMES == ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+    assert len(FAMILY_NAMES) == len(set(FAMILY_NAMES))
+    assert set(FAMILY_NAMES) == {*tm.FAMILIES, *tf.RECIPES}
+
+
+_ONE_FORM_ONLY = {Role.ROPE_FACTORS, Role.ATTN_K_B, Role.ATTN_V_B}
+"""GGUF's own: frequencies as a tensor, and the second generation of latent attention."""
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_NAMES)
 def test_both_forms_of_a_family_fill_the_same_slots(family: Family) -> None:
-    roles = [{r.role for r in form.tensors} - {Role.ROPE_FACTORS} for form in _forms(family)]
-    assert roles[0] == roles[1]
+    roles = [{r.role for r in form.tensors} - _ONE_FORM_ONLY for form in _forms(family)]
+    assert roles[0] == roles[-1]
     for form in _forms(family):
         parts = {part for rule in form.experts for part in rule.parts}
         assert parts == {PartRole.GATE, PartRole.UP, PartRole.DOWN}
@@ -55,8 +63,8 @@ def test_a_form_has_no_name_twice_and_a_default_for_every_key(family: Family) ->
         assert required <= set(form.keys)
 
 
-def _forms(family: Family) -> tuple[Any, Any]:
-    return family.hf, family.gguf
+def _forms(family: Family) -> list[Form]:
+    return [form for _, form in family.forms]
 
 
 def test_numbers_in_names_have_one_spelling() -> None:
@@ -78,7 +86,7 @@ def test_the_prefix_that_most_names_fit_is_chosen() -> None:
 
 
 def test_every_rule_shape_has_a_meaning() -> None:
-    known = {"vocab", "hidden", "q", "kv", "head", "experts", "shared", "dense", "rope", "1"}
+    known = {*DIM_TEXT}
     for family in FAMILIES:
         for form in _forms(family):
             for rule in form.tensors:
@@ -92,7 +100,7 @@ def test_every_rule_shape_has_a_meaning() -> None:
 def test_the_spec_has_every_key_of_the_page(tmp_path: Path, family: str) -> None:
     for mapping in (map_hf(tmp_path, family), map_gguf(tmp_path, family)):
         assert mapping.problems == []
-        missing = set(SPEC_KEYS) - set(mapping.spec) - {"order", "executable_lacks"}
+        missing = set(SPEC_KEYS) - set(mapping.spec) - {"order"} - OPTIONAL_SPEC_KEYS
         assert not missing
         assert set(mapping.spec) <= set(SPEC_KEYS)
 
@@ -172,8 +180,8 @@ def test_what_the_engine_lacks_is_said_and_does_not_stop_a_repack(tmp_path: Path
     assert mapping.spec["executable"] is False
     assert "gelu" in mapping.spec["executable_lacks"]
     assert any("will not run" in warning for warning in mapping.warnings)
-    sigmoid = map_gguf(tmp_path, "qwen3_moe", metadata={"qwen3moe.expert_gating_func": 2})
-    assert "router score" in sigmoid.spec["executable_lacks"]
+    unknown = map_gguf(tmp_path, "qwen3_moe", metadata={"qwen3moe.expert_gating_func": 9})
+    assert "router score" in unknown.spec["executable_lacks"]
 
 
 # ---------------------------------------------------------------- rope

@@ -74,6 +74,10 @@ class TinySpec:
     """rope_parameters besides rope_theta, for example {"rope_type": "yarn", "factor": 4.0}."""
     max_position: int = 512
     seed: int = 0
+    features: tuple[str, ...] = ()
+    """Switches of a family made from its row, besides those it usually has; "-x" turns x off."""
+    more: Mapping[str, Any] | None = None
+    """Hyper-parameters by canonical name, laid over those of the family's recipe."""
 
     def replace(self, **changes: Any) -> TinySpec:
         """The same spec with some fields changed."""
@@ -86,6 +90,8 @@ class TinySpec:
 
 def default_spec(family: str, **changes: Any) -> TinySpec:
     """The asymmetric spec of a family."""
+    if family not in FAMILIES:
+        return _from_row().default_spec(family, **changes)
     spec = TinySpec()
     if family == "qwen3_moe":
         spec = spec.replace(head_dim=32)  # q is 256 wide where hidden is 64
@@ -143,8 +149,16 @@ def unit_noise(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return (state.random_sample((4, *shape)).sum(axis=0) - 2.0) * math.sqrt(3.0)
 
 
-def _matrix(name: str, shape: tuple[int, ...], seed: int, gain: float) -> np.ndarray:
+def matrix(name: str, shape: tuple[int, ...], seed: int, gain: float) -> np.ndarray:
+    """Noise whose products with a unit vector have variance gain², float32."""
     return (unit_noise(name, shape, seed) * (gain / math.sqrt(shape[-1]))).astype(np.float32)
+
+
+def _from_row() -> Any:
+    """The builder of families that are made from their row of the table."""
+    import tiny_families
+
+    return tiny_families
 
 
 def _names(family: str) -> dict[str, str]:
@@ -164,10 +178,12 @@ def _names(family: str) -> dict[str, str]:
 def tensors(family: str, spec: TinySpec | None = None) -> Tensors:
     """All weights as float32 under canonical Hugging Face names, one tensor per expert."""
     spec = spec or default_spec(family)
+    if family not in FAMILIES:
+        return _from_row().tensors(family, spec)
     out: Tensors = {}
 
-    def matrix(name: str, rows: int, cols: int, gain: float = 1.0) -> None:
-        out[name] = _matrix(name, (rows, cols), spec.seed, gain)
+    def weight(name: str, rows: int, cols: int, gain: float = 1.0) -> None:
+        out[name] = matrix(name, (rows, cols), spec.seed, gain)
 
     def norm(name: str, n: int) -> None:
         out[name] = (1.0 + 0.25 * unit_noise(name, (n,), spec.seed)).astype(np.float32)
@@ -177,15 +193,15 @@ def tensors(family: str, spec: TinySpec | None = None) -> Tensors:
 
     name = _names(family)
     q_width, kv_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    matrix("model.embed_tokens.weight", spec.vocab, spec.hidden, math.sqrt(spec.hidden))
+    weight("model.embed_tokens.weight", spec.vocab, spec.hidden, math.sqrt(spec.hidden))
     for layer in range(spec.layers):
         at = f"model.layers.{layer}."
         norm(at + "input_layernorm.weight", spec.hidden)
         for part, width in (("q", q_width), ("k", kv_width), ("v", kv_width)):
-            matrix(f"{at}self_attn.{part}_proj.weight", width, spec.hidden, 1.5)
+            weight(f"{at}self_attn.{part}_proj.weight", width, spec.hidden, 1.5)
             if family == "qwen2_moe" or spec.attention_bias:
                 bias(f"{at}self_attn.{part}_proj.bias", width)
-        matrix(at + "self_attn.o_proj.weight", spec.hidden, q_width, 1.5)
+        weight(at + "self_attn.o_proj.weight", spec.hidden, q_width, 1.5)
         if spec.attention_bias:
             bias(at + "self_attn.o_proj.bias", spec.hidden)
         if family == "qwen3_moe":
@@ -196,24 +212,24 @@ def tensors(family: str, spec: TinySpec | None = None) -> Tensors:
             norm(at + "self_attn.k_norm.weight", kv_width)
         norm(at + "post_attention_layernorm.weight", spec.hidden)
         if layer in spec.dense_layers:
-            matrix(at + "mlp.gate_proj.weight", spec.dense_width, spec.hidden, 1.5)
-            matrix(at + "mlp.up_proj.weight", spec.dense_width, spec.hidden, 1.5)
-            matrix(at + "mlp.down_proj.weight", spec.hidden, spec.dense_width, 1.5)
+            weight(at + "mlp.gate_proj.weight", spec.dense_width, spec.hidden, 1.5)
+            weight(at + "mlp.up_proj.weight", spec.dense_width, spec.hidden, 1.5)
+            weight(at + "mlp.down_proj.weight", spec.hidden, spec.dense_width, 1.5)
             continue
         moe = f"{at}{name['moe']}."
-        matrix(moe + "gate.weight", spec.n_experts(layer), spec.hidden, 1.5)
+        weight(moe + "gate.weight", spec.n_experts(layer), spec.hidden, 1.5)
         for expert in range(spec.n_experts(layer)):
-            matrix(f"{moe}experts.{expert}.{name['gate']}.weight", spec.width, spec.hidden, 1.5)
-            matrix(f"{moe}experts.{expert}.{name['up']}.weight", spec.width, spec.hidden, 1.5)
-            matrix(f"{moe}experts.{expert}.{name['down']}.weight", spec.hidden, spec.width, 2.0)
+            weight(f"{moe}experts.{expert}.{name['gate']}.weight", spec.width, spec.hidden, 1.5)
+            weight(f"{moe}experts.{expert}.{name['up']}.weight", spec.width, spec.hidden, 1.5)
+            weight(f"{moe}experts.{expert}.{name['down']}.weight", spec.hidden, spec.width, 2.0)
         if family == "qwen2_moe":
-            matrix(moe + "shared_expert.gate_proj.weight", spec.shared_width, spec.hidden, 1.5)
-            matrix(moe + "shared_expert.up_proj.weight", spec.shared_width, spec.hidden, 1.5)
-            matrix(moe + "shared_expert.down_proj.weight", spec.hidden, spec.shared_width, 2.0)
-            matrix(moe + "shared_expert_gate.weight", 1, spec.hidden, spec.shared_gate_gain)
+            weight(moe + "shared_expert.gate_proj.weight", spec.shared_width, spec.hidden, 1.5)
+            weight(moe + "shared_expert.up_proj.weight", spec.shared_width, spec.hidden, 1.5)
+            weight(moe + "shared_expert.down_proj.weight", spec.hidden, spec.shared_width, 2.0)
+            weight(moe + "shared_expert_gate.weight", 1, spec.hidden, spec.shared_gate_gain)
     norm("model.norm.weight", spec.hidden)
     if not spec.tied:
-        matrix("lm_head.weight", spec.vocab, spec.hidden, 2.0)
+        weight("lm_head.weight", spec.vocab, spec.hidden, 2.0)
     return out
 
 
@@ -304,6 +320,8 @@ def config(
 ) -> dict[str, Any]:
     """config.json as transformers 5.24 saves it; with `old`, as releases before 5 did."""
     spec = spec or default_spec(family)
+    if family not in FAMILIES:
+        return _from_row().config(family, spec, dtype=dtype, overrides=overrides)
     out: dict[str, Any] = {
         "architectures": [_ARCHITECTURE[family]],
         "attention_dropout": 0.0,

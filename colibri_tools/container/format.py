@@ -146,8 +146,12 @@ class Role(IntEnum):
     ATTN_O_BIAS = 24
     ATTN_Q_NORM = 25
     ATTN_K_NORM = 26
+    ATTN_GATE = 27
+    ATTN_POST_NORM = 28
     FFN_NORM = 32
     ROUTER = 33
+    ROUTER_SELECT_BIAS = 34
+    FFN_POST_NORM = 35
     DENSE_GATE = 40
     DENSE_UP = 41
     DENSE_DOWN = 42
@@ -155,6 +159,16 @@ class Role(IntEnum):
     SHARED_UP = 49
     SHARED_DOWN = 50
     SHARED_ROUTER = 51
+    ATTN_Q_A = 64
+    ATTN_Q_A_NORM = 65
+    ATTN_Q_B = 66
+    ATTN_KV_A = 67
+    ATTN_KV_A_NORM = 68
+    ATTN_KV_B = 69
+    ATTN_K_B = 70
+    ATTN_V_B = 71
+    ATTN_Q_A_BIAS = 72
+    ATTN_KV_A_BIAS = 73
 
     @property
     def label(self) -> str:

@@ -54,11 +54,46 @@ SPEC_KEYS: Mapping[str, KvType] = {
     "graph.shared_width": KvType.U64,
     "graph.shared_gated": KvType.BOOL,
     "graph.dense_width": KvType.U64,
+    "graph.value_dim": KvType.U64,
+    "graph.q_lora": KvType.U64,
+    "graph.kv_lora": KvType.U64,
+    "graph.latent_norm_eps": KvType.F64,
+    "graph.attention_gate": KvType.BOOL,
+    "graph.rope_layers": KvType.U64_ARRAY,
+    "graph.pre_norm": KvType.BOOL,
+    "graph.post_norm": KvType.BOOL,
+    "graph.embedding_scale": KvType.F64,
+    "graph.router_select_bias": KvType.BOOL,
+    "graph.router_groups": KvType.U64,
+    "graph.router_top_groups": KvType.U64,
+    "graph.router_group_score": KvType.STRING,
+    "graph.router_norm_add": KvType.F64,
+    "graph.router_norm_min": KvType.F64,
 }
 """Every key of the page with its type. Pass it to `encode_kv`, so that 1 is stored as f64 where
 the page says so."""
 
-OPTIONAL_SPEC_KEYS = frozenset({"executable_lacks"})
+OPTIONAL_SPEC_KEYS = frozenset(
+    {
+        "executable_lacks",
+        "graph.value_dim",
+        "graph.q_lora",
+        "graph.kv_lora",
+        "graph.latent_norm_eps",
+        "graph.attention_gate",
+        "graph.rope_layers",
+        "graph.pre_norm",
+        "graph.post_norm",
+        "graph.embedding_scale",
+        "graph.router_select_bias",
+        "graph.router_groups",
+        "graph.router_top_groups",
+        "graph.router_group_score",
+        "graph.router_norm_add",
+        "graph.router_norm_min",
+    }
+)
+"""Keys that may be absent; those of the graph then mean what they did before they were added."""
 
 _RULE = 12
 

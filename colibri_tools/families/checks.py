@@ -11,11 +11,10 @@ from colibri_tools.families.schema import TensorRule
 from colibri_tools.families.state import MAX_EXPERTS, Census
 from colibri_tools.families.tying import decide_output
 
-__all__ = ["check_sizes", "decide_and_check", "shape_of"]
+__all__ = ["DIM_TEXT", "check_sizes", "decide_and_check", "shape_of"]
 
 MAX_LAYERS = 4096
 
-_FEATURE_SWITCHES = ("qkv_bias", "o_bias", "shared")
 _CARRIED_TYPES = ("f32", "f16", "bf16", "mxfp4")
 
 
@@ -43,7 +42,7 @@ def check_sizes(census: Census) -> None:
         if not low <= hyper[name] <= high:
             raise SourceError(f"{path}: {name}: expected {low} ... {high}, found {hyper[name]}")
     n_kv_heads = hyper["n_kv_heads"]
-    if n_kv_heads is None:
+    if n_kv_heads is None or census.family.graph["attention"] == "mla":
         hyper.values["n_kv_heads"] = n_kv_heads = hyper["n_heads"]
     if not n_kv_heads or hyper["n_heads"] % n_kv_heads:
         raise SourceError(
@@ -74,8 +73,14 @@ def _decide_layers(census: Census) -> None:
 
 
 def _expected_moe(census: Census, layer: int) -> bool:
-    step, dense = census.hyper["moe_step"], census.hyper["dense_layers"]
-    return layer not in dense and (step <= 1 or (layer + 1) % step == 0)
+    hyper = census.hyper
+    kinds = hyper["ffn_types"]
+    if kinds is not None and layer < len(kinds):
+        return bool(kinds[layer] != "dense")
+    step, last = hyper["moe_step"], hyper["last_moe"]
+    if layer in hyper["dense_layers"] or layer < hyper["first_dense"] or 0 <= last < layer:
+        return False
+    return bool(step <= 1 or (layer + 1) % step == 0)
 
 
 def _count_experts(census: Census, layer: int) -> int:
@@ -103,7 +108,8 @@ def _compare_counts(census: Census) -> None:
 
 
 def _decide_features(census: Census) -> None:
-    for feature in _FEATURE_SWITCHES:
+    named = {rule.feature for rule in census.form.tensors if rule.feature is not None}
+    for feature in sorted(named | {"qkv_bias", "o_bias", "shared"}):
         rules = [rule for rule in census.form.tensors if rule.feature == feature]
         roles = {rule.role for rule in rules}
         present = [t.name for (role, _), (t, _) in census.residents.items() if role in roles]
@@ -118,8 +124,9 @@ def _decide_features(census: Census) -> None:
 
 def _stated(census: Census, feature: str) -> bool | None:
     """What the source itself says about a feature, None for nothing."""
-    name = "shared_width" if feature == "shared" else feature
-    return bool(census.hyper[name]) if name in census.hyper.given else None
+    names = ("shared_width", "n_shared") if feature == "shared" else (feature,)
+    said = [bool(census.hyper[name]) for name in names if name in census.hyper.given]
+    return said[0] if said else None
 
 
 def _decide_output(census: Census) -> None:
@@ -161,13 +168,16 @@ def _layers_of(census: Census, rule: TensorRule) -> list[int]:
 
 def _check_filled(census: Census) -> None:
     allowed: dict[Role, set[int]] = {}
+    checked: set[Role] = set()
     missing: list[str] = []
     for rule in census.form.tensors:
         layers = _layers_of(census, rule)
-        first_of_role = rule.role not in allowed
         allowed.setdefault(rule.role, set()).update(layers)
         wanted = rule.feature is None or census.features[rule.feature]
-        if first_of_role and wanted and not rule.optional:
+        if rule.unless is not None and census.features[rule.unless]:
+            wanted = False
+        if wanted and not rule.optional and rule.role not in checked:
+            checked.add(rule.role)
             missing += [
                 resident_name(rule.role, layer)
                 for layer in layers
@@ -221,9 +231,14 @@ def _decide_dims(census: Census) -> None:
     dims["1"] = 1
     dims["hidden"] = hyper["hidden_size"]
     dims["head"] = _head_dim(census)
+    dims["rope"] = (hyper.get("rope_dim") or dims["head"]) // 2
+    dims["value"] = hyper["value_dim"] or dims["head"]
+    dims["heads"] = hyper["n_heads"]
     dims["q"] = hyper["n_heads"] * dims["head"]
     dims["kv"] = hyper["n_kv_heads"] * dims["head"]
-    dims["rope"] = (hyper.get("rope_dim") or dims["head"]) // 2
+    dims["v"] = hyper["n_kv_heads"] * dims["value"]
+    dims["attended"] = hyper["n_heads"] * dims["value"]
+    _decide_latent_dims(census)
     embedding = census.residents.get((Role.TOKEN_EMBD, -1))
     dims["vocab"] = embedding[0].shape[0] if embedding else 0
     if hyper["vocab_size"] is not None:
@@ -232,17 +247,33 @@ def _decide_dims(census: Census) -> None:
     for name, role in (("shared", Role.SHARED_GATE), ("dense", Role.DENSE_GATE)):
         tensor = next((t for (r, _), (t, _) in census.residents.items() if r is role), None)
         stated = hyper[f"{name}_width"]
+        if name == "shared" and stated is None and hyper["n_shared"] is not None:
+            stated = hyper["n_shared"] * dims["width"]
         dims[name] = stated or (tensor.shape[0] if tensor is not None else 0)
 
 
 def _head_dim(census: Census) -> int:
     stated, n_heads = census.hyper["head_dim"], census.hyper["n_heads"]
+    if census.hyper["nope_dim"] is not None:
+        return int(census.hyper["nope_dim"]) + int(census.hyper["rope_dim"])
     if stated:
         return int(stated)
     query = census.residents.get((Role.ATTN_Q, 0))
     if query is not None and len(query[0].shape) == 2 and query[0].shape[0] % n_heads == 0:
         return query[0].shape[0] // int(n_heads)
     return int(census.hyper["hidden_size"]) // int(n_heads)
+
+
+def _decide_latent_dims(census: Census) -> None:
+    """Dimensions of latent attention; zero elsewhere."""
+    hyper, dims = census.hyper, census.dims
+    query = census.residents.get((Role.ATTN_Q_A, 0))
+    dims["q_lora"] = hyper["q_lora"] or (query[0].shape[0] if query is not None else 0)
+    dims["kv_lora"] = hyper["kv_lora"] or 0
+    rotated = 2 * dims["rope"] if dims["kv_lora"] else 0
+    dims["nope"] = dims["head"] - rotated
+    dims["latent"] = dims["kv_lora"] + rotated
+    dims["kv_b"] = dims["heads"] * (dims["nope"] + dims["value"])
 
 
 def _first_width(census: Census) -> int:
@@ -253,12 +284,21 @@ def _first_width(census: Census) -> int:
     return 0
 
 
-_DIM_TEXT = {
+DIM_TEXT = {
     "vocab": "vocabulary",
     "hidden": "hidden size",
     "q": "heads x head size",
     "kv": "key/value heads x head size",
     "head": "head size",
+    "heads": "heads",
+    "value": "value head size",
+    "v": "key/value heads x value head size",
+    "attended": "heads x value head size",
+    "nope": "head size without its rotated part",
+    "q_lora": "rank of q",
+    "kv_lora": "rank of keys and values",
+    "latent": "rank of keys and values + rotated dimensions",
+    "kv_b": "heads x (unrotated and value head sizes)",
     "experts": "experts",
     "shared": "shared expert width",
     "dense": "dense width",
@@ -321,7 +361,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _shape_text(
     name: str, found: tuple[int, ...], names: tuple[str, ...], expected: tuple[int, ...]
 ) -> str:
-    meaning = " by ".join(_DIM_TEXT[dim] for dim in names)
+    meaning = " by ".join(DIM_TEXT[dim] for dim in names)
     return f"tensor {quote(name)}: expected {list(expected)} ({meaning}), found {list(found)}"
 
 

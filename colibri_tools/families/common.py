@@ -22,8 +22,11 @@ __all__ = [
     "GGUF_QK_NORM_FULL",
     "GGUF_QK_NORM_HEAD",
     "GGUF_QWEN_KEYS",
+    "GGUF_ROUTED_KEYS",
     "GGUF_ROUTER",
+    "GGUF_SELECT_BIAS",
     "GGUF_SHARED",
+    "GGUF_SHARED_EXPERTS",
     "GGUF_SHARED_KEYS",
     "GGUF_WIDTH_KEYS",
     "HF_ATTENTION",
@@ -31,6 +34,7 @@ __all__ = [
     "HF_DENSE",
     "HF_EXPERTS",
     "HF_EXPERTS_MIXTRAL",
+    "HF_GROUP_KEYS",
     "HF_KEYS",
     "HF_LAYER_TYPE_KEYS",
     "HF_MODEL",
@@ -39,14 +43,19 @@ __all__ = [
     "HF_QK_NORM_FULL",
     "HF_QK_NORM_HEAD",
     "HF_QWEN_KEYS",
+    "HF_ROUTED_KEYS",
     "HF_ROUTER",
     "HF_ROUTER_MIXTRAL",
+    "HF_SELECT_BIAS",
     "HF_SHARED",
+    "HF_SHARED_EXPERTS",
     "HF_SHARED_KEYS",
     "HF_WIDTH_KEYS",
     "HF_WINDOW_KEYS",
     "MTP_DROP",
     "REFUSALS",
+    "ROUTER_SCORES",
+    "select_bias",
 ]
 
 GATE, UP, DOWN = (PartRole.GATE,), (PartRole.UP,), (PartRole.DOWN,)
@@ -79,11 +88,11 @@ HF_ATTENTION = (
     _hf("input_layernorm.weight", Role.ATTN_NORM, ("hidden",)),
     _hf("self_attn.q_proj.weight", Role.ATTN_Q, ("q", "hidden")),
     _hf("self_attn.k_proj.weight", Role.ATTN_K, ("kv", "hidden")),
-    _hf("self_attn.v_proj.weight", Role.ATTN_V, ("kv", "hidden")),
-    _hf("self_attn.o_proj.weight", Role.ATTN_O, ("hidden", "q")),
+    _hf("self_attn.v_proj.weight", Role.ATTN_V, ("v", "hidden")),
+    _hf("self_attn.o_proj.weight", Role.ATTN_O, ("hidden", "attended")),
     _hf("self_attn.q_proj.bias", Role.ATTN_Q_BIAS, ("q",), "qkv_bias"),
     _hf("self_attn.k_proj.bias", Role.ATTN_K_BIAS, ("kv",), "qkv_bias"),
-    _hf("self_attn.v_proj.bias", Role.ATTN_V_BIAS, ("kv",), "qkv_bias"),
+    _hf("self_attn.v_proj.bias", Role.ATTN_V_BIAS, ("v",), "qkv_bias"),
     _hf("self_attn.o_proj.bias", Role.ATTN_O_BIAS, ("hidden",), "o_bias"),
     _hf("post_attention_layernorm.weight", Role.FFN_NORM, ("hidden",)),
 )
@@ -125,6 +134,23 @@ HF_SHARED = (
     _hf_moe("shared_expert.down_proj.weight", Role.SHARED_DOWN, ("hidden", "shared")),
     _hf_moe("shared_expert_gate.weight", Role.SHARED_ROUTER, ("1", "hidden")),
 )
+
+
+HF_SHARED_EXPERTS = (
+    _hf_moe("shared_experts.gate_proj.weight", Role.SHARED_GATE, ("shared", "hidden")),
+    _hf_moe("shared_experts.up_proj.weight", Role.SHARED_UP, ("shared", "hidden")),
+    _hf_moe("shared_experts.down_proj.weight", Role.SHARED_DOWN, ("hidden", "shared")),
+)
+
+
+def select_bias(pattern: str) -> TensorRule:
+    """The rule of a bias that shifts which experts are chosen, and not their weights."""
+    return TensorRule(
+        pattern, Role.ROUTER_SELECT_BIAS, "moe", ("experts",), feature="router_select_bias"
+    )
+
+
+HF_SELECT_BIAS = (select_bias("layers.{layer}.mlp.gate.e_score_correction_bias"),)
 
 
 def _hf_fused(module: str) -> tuple[ExpertRule, ...]:
@@ -178,11 +204,11 @@ GGUF_ATTENTION = (
     _gguf("attn_norm.weight", Role.ATTN_NORM, ("hidden",)),
     _gguf("attn_q.weight", Role.ATTN_Q, ("q", "hidden")),
     _gguf("attn_k.weight", Role.ATTN_K, ("kv", "hidden")),
-    _gguf("attn_v.weight", Role.ATTN_V, ("kv", "hidden")),
-    _gguf("attn_output.weight", Role.ATTN_O, ("hidden", "q")),
+    _gguf("attn_v.weight", Role.ATTN_V, ("v", "hidden")),
+    _gguf("attn_output.weight", Role.ATTN_O, ("hidden", "attended")),
     _gguf("attn_q.bias", Role.ATTN_Q_BIAS, ("q",), "qkv_bias"),
     _gguf("attn_k.bias", Role.ATTN_K_BIAS, ("kv",), "qkv_bias"),
-    _gguf("attn_v.bias", Role.ATTN_V_BIAS, ("kv",), "qkv_bias"),
+    _gguf("attn_v.bias", Role.ATTN_V_BIAS, ("v",), "qkv_bias"),
     _gguf("attn_output.bias", Role.ATTN_O_BIAS, ("hidden",), "o_bias"),
     _gguf("ffn_norm.weight", Role.FFN_NORM, ("hidden",)),
 )
@@ -214,6 +240,8 @@ GGUF_SHARED = (
     _gguf_moe("ffn_down_shexp.weight", Role.SHARED_DOWN, ("hidden", "shared")),
     _gguf_moe("ffn_gate_inp_shexp.weight", Role.SHARED_ROUTER, ("1", "hidden")),
 )
+GGUF_SHARED_EXPERTS = GGUF_SHARED[:3]
+GGUF_SELECT_BIAS = (select_bias("blk.{layer}.exp_probs_b.bias"),)
 GGUF_EXPERTS = (
     ExpertRule("blk.{layer}.ffn_gate_exps.weight", GATE),
     ExpertRule("blk.{layer}.ffn_up_exps.weight", UP),
@@ -258,6 +286,18 @@ HF_QWEN_KEYS = {
     "dense_layers": Key("ints", ("mlp_only_layers",)),
 }
 HF_SHARED_KEYS = {"shared_width": Key("int", ("shared_expert_intermediate_size",))}
+HF_GROUP_KEYS = {
+    "router_scale": Key("float", ("routed_scaling_factor",)),
+    "router_groups": Key("int", ("n_group",)),
+    "router_top_groups": Key("int", ("topk_group",)),
+}
+HF_ROUTED_KEYS = {
+    "n_experts": Key("int", ("n_routed_experts",)),
+    "n_shared": Key("int", ("n_shared_experts",)),
+    "expert_width": Key("int", ("moe_intermediate_size",)),
+    "dense_width": Key("int", ("intermediate_size",)),
+    "first_dense": Key("int", ("first_k_dense_replace",)),
+}
 HF_LAYER_TYPE_KEYS = {
     "window_layers": Key("int", ("max_window_layers",)),
     "layer_types": Key("strs", ("layer_types",)),
@@ -280,6 +320,9 @@ GGUF_KEYS = {
     "window": Key("int", ("{arch}.attention.sliding_window",)),
     "clip_qkv": Key("float", ("{arch}.attention.clamp_kqv",)),
     "attention_scale": Key("float", ("{arch}.attention.scale",)),
+    "router_groups": Key("int", ("{arch}.expert_group_count",)),
+    "router_top_groups": Key("int", ("{arch}.expert_group_used_count",)),
+    "first_dense": Key("int", ("{arch}.leading_dense_block_count",)),
     "rope_dim": Key("int", ("{arch}.rope.dimension_count",)),
     "rope_theta": Key("float", ("{arch}.rope.freq_base",)),
     "rope_kind": Key("str", ("{arch}.rope.scaling.type",)),
@@ -295,7 +338,11 @@ GGUF_QWEN_KEYS = {
     "expert_width": Key("int", ("{arch}.expert_feed_forward_length",)),
     "dense_width": Key("int", ("{arch}.feed_forward_length",)),
 }
+GGUF_ROUTED_KEYS = {**GGUF_QWEN_KEYS, "n_shared": Key("int", ("{arch}.expert_shared_count",))}
 GGUF_SHARED_KEYS = {"shared_width": Key("int", ("{arch}.expert_shared_feed_forward_length",))}
+
+ROUTER_SCORES = {1: "softmax", 2: "sigmoid"}
+"""What a router makes of its logits, by the number GGUF gives it (`gating`)."""
 
 # ---------------------------------------------------------------- left out, and refused
 

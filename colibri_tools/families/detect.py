@@ -41,7 +41,7 @@ def detect_family(source: Source) -> Detected:
 def _detect_gguf(metadata: Mapping[str, Any]) -> Detected:
     arch = metadata.get("general.architecture")
     claimed = arch if isinstance(arch, str) else ""
-    family = next((f for f in FAMILIES if claimed in f.gguf.ids), None)
+    family = next((f for f in FAMILIES if f.gguf is not None and claimed in f.gguf.ids), None)
     why = f"general.architecture is {quote(claimed)}"
     return Detected(family, claimed, why, [metadata], claimed or "unknown")
 

@@ -107,6 +107,16 @@ def _int(value: Any) -> int | None:
     return value
 
 
+def _last(value: Any) -> int | None:
+    return -1 if value == -1 and not isinstance(value, bool) else _int(value)
+
+
+def _pattern(value: Any) -> int | str | None:
+    if isinstance(value, str):
+        return value if 0 < len(value) <= MAX_ITEMS else None
+    return _int(value)
+
+
 def _float(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -142,6 +152,8 @@ def _text(value: Any) -> str:
 
 _CHECKS: dict[str, Any] = {
     "int": _int,
+    "last": _last,
+    "pattern": _pattern,
     "float": _float,
     "bool": _bool,
     "str": _str,
@@ -150,6 +162,8 @@ _CHECKS: dict[str, Any] = {
 }
 _EXPECTED = {
     "int": f"one whole number, 0 ... {MAX_INT}",
+    "last": f"one whole number, -1 ... {MAX_INT}",
+    "pattern": f"one whole number, 0 ... {MAX_INT}, or a string",
     "float": "a finite number",
     "bool": "true or false",
     "str": "a string",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from colibri_tools.families.common import DROPS, MTP_DROP, REFUSALS
+from colibri_tools.families.common import DROPS, MTP_DROP, REFUSALS, ROUTER_SCORES
 from colibri_tools.families.schema import REQUIRED, ExpertRule, Family, Form
 from colibri_tools.families.table import FAMILIES
 
@@ -51,18 +51,25 @@ def families_page() -> str:
 
 
 def _row(family: Family) -> str:
-    norms = {form.defaults["router_norm"] for form in (family.hf, family.gguf)}
+    norms = {form.defaults["router_norm"] for _, form in family.forms}
     norm = "weights normalised" if norms == {True} else "weights normalised if the source says so"
-    hf, gguf = (", ".join(f"`{i}`" for i in form.ids) for form in (family.hf, family.gguf))
-    router = f"{family.graph['router_score']}, top-k, {norm}"
+    hf, gguf = (
+        ", ".join(f"`{i}`" for i in form.ids) if form else "" for form in (family.hf, family.gguf)
+    )
+    router = f"{_score(family)}, top-k, {norm}"
     return f"| {family.name} | {hf} | {gguf} | {router} | {family.graph['qk_norm']} |\n"
+
+
+def _score(family: Family) -> str:
+    scores = {form.defaults["gating"]: None for _, form in family.forms}
+    return " or ".join(ROUTER_SCORES[number] for number in scores)
 
 
 def _forms() -> Iterator[str]:
     """The written forms, each with the families that share it."""
     users: dict[tuple[ExpertRule, ...], list[str]] = {}
     for family in FAMILIES:
-        for kind, form in (("Hugging Face", family.hf), ("GGUF", family.gguf)):
+        for kind, form in family.forms:
             users.setdefault(form.experts, []).append(f"{family.name} ({kind})")
     for rules, names in users.items():
         yield f"\n**{', '.join(names)}**\n\n"
@@ -86,7 +93,7 @@ def _defaults() -> Iterator[str]:
         "| family | source | defaults |\n| --- | --- | --- |\n"
     )
     for family in FAMILIES:
-        for kind, form in (("Hugging Face", family.hf), ("GGUF", family.gguf)):
+        for kind, form in family.forms:
             yield f"| {family.name} | {kind} | {_stated(form)} |\n"
 
 

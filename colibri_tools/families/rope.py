@@ -54,6 +54,8 @@ class Rope:
     factor: float = 1.0
     lacks: str | None = None
     warnings: list[str] = field(default_factory=list)
+    latent_scale: float = 1.0
+    """What latent attention multiplies its scores with on top, for stretched rope."""
 
 
 _NUMBERS = {
@@ -96,10 +98,15 @@ _ALWAYS_KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_fa
 
 
 def hf_rope(
-    config: Mapping[str, Any], default_theta: float, head_dim: int, context_length: int
+    config: Mapping[str, Any],
+    default_theta: float,
+    head_dim: int,
+    context_length: int,
+    default_partial: float | None = None,
 ) -> RopeSettings:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
+    `default_partial` is the share of a head that rotates, None in a family that rotates all.
     Raises SourceError for a value of a wrong type or a missing one.
     """
     where = "config.json: rope_parameters"
@@ -112,7 +119,10 @@ def hf_rope(
     theta = given.get("rope_theta", config.get("rope_theta"))
     base = _number(where, "rope_theta", default_theta if theta is None else theta)
     partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial is not None and _number(where, "partial_rotary_factor", partial) != 1.0:
+    share = 1.0 if partial is None else _number(where, "partial_rotary_factor", partial)
+    if default_partial is not None:
+        head_dim = int(head_dim * (default_partial if partial is None else share))
+    elif share != 1.0:
         return RopeSettings(head_dim, base, lacks=f"partial_rotary_factor {partial} in this family")
     if not isinstance(kind, str) or kind not in _KNOWN_KEYS:
         return RopeSettings(head_dim, base, lacks=f"rope of kind {quote(kind)}")
@@ -172,10 +182,12 @@ def gguf_rope(hyper: Hyper, head_dim: int) -> RopeSettings:
         return RopeSettings(dim, hyper["rope_theta"], "linear", factor=scale)
     if kind != "yarn":
         return RopeSettings(dim, hyper["rope_theta"], lacks=f"rope of kind {quote(kind)}")
-    log_multiplier = hyper["rope_log_multiplier"]
+    log_multiplier = hyper["rope_log_multiplier"] / hyper["rope_log_unit"]
     attention = _mscale(scale, 1.0)
     if log_multiplier:
-        attention /= _mscale(scale, log_multiplier)
+        # Where the unit is not 1, mscale is taken to be mscale_all_dim, as llama.cpp does.
+        mscale = log_multiplier if hyper["rope_log_unit"] != 1.0 else 1.0
+        attention = _mscale(scale, mscale) / _mscale(scale, log_multiplier)
     return RopeSettings(
         dim,
         hyper["rope_theta"],
@@ -183,6 +195,7 @@ def gguf_rope(hyper: Hyper, head_dim: int) -> RopeSettings:
         factor=scale,
         original_context=float(hyper["rope_original_context"] or hyper["context_length"]),
         attention_factor=attention * hyper["rope_attention_factor"],
+        mscale_all_dim=log_multiplier or None,
         beta_fast=hyper["rope_beta_fast"],
         beta_slow=hyper["rope_beta_slow"],
     )
@@ -204,7 +217,9 @@ def resolve_rope(settings: RopeSettings) -> Rope:
         raise _unusable(settings) from error
     if not ((inv_freq > 0) & np.isfinite(inv_freq)).all() or not math.isfinite(factor):
         raise _unusable(settings)
-    return Rope(inv_freq.tolist(), factor, settings.lacks, list(settings.warnings))
+    all_dim = settings.mscale_all_dim or 0.0
+    latent_scale = _mscale(settings.factor, all_dim) ** 2 if settings.kind != "default" else 1.0
+    return Rope(inv_freq.tolist(), factor, settings.lacks, list(settings.warnings), latent_scale)
 
 
 def _frequencies(settings: RopeSettings) -> tuple[F32, float]:

@@ -32,7 +32,12 @@ BIASES: Final = (PartRole.GATE_BIAS, PartRole.UP_BIAS, PartRole.DOWN_BIAS)
 Where = Literal["model", "layer", "moe", "dense"]
 """How often a tensor occurs: once, in every layer, in every MoE layer, in every dense layer."""
 
-KeyKind = Literal["int", "float", "bool", "str", "ints", "strs"]
+KeyKind = Literal["int", "last", "float", "bool", "str", "ints", "strs", "pattern"]
+"""`last` is a whole number from -1, `pattern` a whole number or a string of letters."""
+
+Windows = Literal["all", "layer_types", "pattern", "tail", "none"]
+"""Which layers the sliding window applies to where `layer_types` do not say: every one; every
+second below `window_layers`; those a pattern marks; those from `window_layers` on; none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +56,8 @@ class TensorRule:
     """One tensor outside the experts.
 
     `pattern` is a dotted name with `{layer}` where a number stands. `shape` names dimensions, outer
-    first: vocab, hidden, q, kv, head, experts, shared, dense, rope, or "1". A tensor with a
-    `feature` is there in all its layers or in none, and its presence turns that switch on.
+    first: the names of `checks.DIM_TEXT`. A tensor with a `feature` is there in all its layers or
+    in none, and its presence turns that switch on; one with `unless` is there where that is off.
     """
 
     pattern: str
@@ -60,6 +65,7 @@ class TensorRule:
     where: Where
     shape: tuple[str, ...]
     feature: str | None = None
+    unless: str | None = None
     group: Group = Group.EVERY_TOKEN
     optional: bool = False
 
@@ -136,8 +142,8 @@ class Form:
     `ids` are model types (Hugging Face) or architectures (GGUF), `architectures` class names for
     configs without a model type. `tensors` with where="model" and role OUTPUT take the head prefix.
     `defaults` give the value of a hyper-parameter whose key is absent, as the reference
-    implementation of that source kind resolves it. `windows` says which layers the sliding window
-    applies to. `layer_kinds` is False where metadata does not tell dense from MoE layers.
+    implementation of that source kind resolves it. `layer_kinds` is False where metadata does not
+    tell dense from MoE layers.
     """
 
     ids: tuple[str, ...]
@@ -149,7 +155,7 @@ class Form:
     architectures: tuple[str, ...] = ()
     prefixes: tuple[Prefix, ...] = (Prefix("", ("",)),)
     drops: tuple[DropRule, ...] = ()
-    windows: Literal["all", "layer_types", "none"] = "all"
+    windows: Windows = "all"
     layer_kinds: bool = True
 
 
@@ -157,14 +163,25 @@ class Form:
 class Family:
     """One row of the table: how a family is written, and the switches its graph needs.
 
-    `graph` holds spec keys (without `graph.`) that are constants of the family.
+    `graph` holds spec keys (without `graph.`) that are constants of the family. `gguf` is None
+    where no GGUF architecture is mapped by this row. `rope_layers` says which layers rotate: all,
+    or those with a sliding window.
     """
 
     name: str
     hf: Form
-    gguf: Form
+    gguf: Form | None
     graph: Mapping[str, Any] = field(default_factory=dict)
+    rope_layers: Literal["all", "sliding"] = "all"
 
     def form(self, source_kind: str) -> Form:
-        """Return the description for "safetensors" or "gguf"."""
-        return self.gguf if source_kind == "gguf" else self.hf
+        """Return the description for "safetensors" or "gguf", which must be there."""
+        form = self.gguf if source_kind == "gguf" else self.hf
+        assert form is not None
+        return form
+
+    @property
+    def forms(self) -> tuple[tuple[str, Form], ...]:
+        """The written forms there are, with the name of their kind."""
+        named = (("Hugging Face", self.hf), ("GGUF", self.gguf))
+        return tuple((kind, form) for kind, form in named if form is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from colibri_tools.container.format import Group, Role
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import SourceError, quote, quote_some
+from colibri_tools.families.common import ROUTER_SCORES
 from colibri_tools.families.detect import Detected
 from colibri_tools.families.hyper import Hyper
 from colibri_tools.families.result import MappedResident, MappedRow
@@ -30,7 +31,6 @@ __all__ = ["Facts", "build_spec", "decodable"]
 
 _NOT_DECODABLE = frozenset(("q8_1", "q8_k"))
 _ACTIVATIONS = {"silu": "silu", "swish": "silu"}
-_SOFTMAX_GATING = 1
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -59,9 +59,12 @@ def build_spec(facts: Facts) -> dict[str, Any]:
     A switch that the engine does not have makes the model not executable; the reason is written.
     """
     rope = _rope(facts)
+    if rope.latent_scale != 1.0 and facts.family.graph["attention"] == "mla":
+        facts.hyper.values["attention_scale"] = rope.latent_scale / math.sqrt(facts.dims["head"])
     vocabulary = read_vocabulary(facts.source, facts.detected, facts.form, facts.dims["vocab"])
     facts.warnings += vocabulary.warnings
     graph = _graph(facts) | _rope_graph(facts, rope)
+    graph |= _added(facts, graph["windows"])
     _check_types(facts)
     _note_defaults(facts)
     spec = _description(facts, vocabulary)
@@ -105,14 +108,14 @@ def _graph(facts: Facts) -> dict[str, Any]:
     activation = _ACTIVATIONS.get(hyper["activation"])
     if activation is None:
         facts.lacks.append(f"activation {quote(hyper['activation'])}")
-    if hyper["gating"] != _SOFTMAX_GATING:
+    score = ROUTER_SCORES.get(hyper["gating"])
+    if score is None:
         facts.lacks.append(f"router score of GGUF kind {hyper['gating']}")
-    if hyper["value_dim"] not in (None, dims["head"]):
-        facts.lacks.append(f"value heads of {hyper['value_dim']} and key heads of {dims['head']}")
     scale = hyper["attention_scale"]
     return {
-        **facts.family.graph,
+        **{key: value for key, value in facts.family.graph.items() if key not in _ADDED},
         "activation": activation or hyper["activation"],
+        "router_score": score or f"gguf {hyper['gating']}",
         "n_heads": hyper["n_heads"],
         "n_kv_heads": hyper["n_kv_heads"],
         "head_dim": dims["head"],
@@ -130,6 +133,80 @@ def _graph(facts: Facts) -> dict[str, Any]:
     }
 
 
+_ABSENT = {
+    "value_dim": None,
+    "attention_gate": False,
+    "rope_layers": None,
+    "pre_norm": True,
+    "post_norm": False,
+    "embedding_scale": 1.0,
+    "router_select_bias": False,
+    "router_groups": 1,
+    "router_norm_add": 0.0,
+    "router_norm_min": 0.0,
+}
+"""Switches that are written only where they say something: other models run in older readers."""
+
+
+_ADDED = frozenset(_ABSENT) | {"router_group_score", "latent_norm_eps"}
+
+
+def _added(facts: Facts, windows: Sequence[int]) -> dict[str, Any]:
+    hyper, dims, features = facts.hyper, facts.dims, facts.features
+    constants = facts.family.graph
+    norm = bool(hyper["router_norm"])
+    values = {
+        **_ABSENT,
+        "value_dim": dims["value"] if dims["value"] != dims["head"] else None,
+        "attention_gate": features.get("attention_gate", False),
+        "rope_layers": _rope_layers(facts, windows),
+        "embedding_scale": math.sqrt(dims["hidden"]) if hyper["scaled_embedding"] else 1.0,
+        "router_select_bias": features.get("router_select_bias", False),
+        "router_groups": _groups(facts),
+        "router_norm_min": hyper["router_norm_min"] or 0.0,
+        **{key: value for key, value in constants.items() if key in _ABSENT},
+    }
+    if not norm:
+        values["router_norm_add"] = values["router_norm_min"] = 0.0
+    out = {key: value for key, value in values.items() if value != _ABSENT[key]}
+    if "router_groups" in out:
+        out["router_top_groups"] = hyper["router_top_groups"]
+        out["router_group_score"] = constants["router_group_score"]
+    if constants["attention"] == "mla":
+        out["value_dim"] = dims["value"]
+        out["q_lora"] = dims["q_lora"]
+        out["kv_lora"] = dims["kv_lora"]
+        out["latent_norm_eps"] = constants.get("latent_norm_eps", hyper["norm_eps"])
+    return out
+
+
+_GROUP_METHODS = {None: True, "group_limited_greedy": True, "noaux_tc": True, "greedy": False}
+
+
+def _groups(facts: Facts) -> int:
+    """How many groups of experts the router chooses among first; 1 for none."""
+    hyper = facts.hyper
+    groups, used, method = (
+        hyper["router_groups"],
+        hyper["router_top_groups"],
+        hyper["group_method"],
+    )
+    if method not in _GROUP_METHODS:
+        facts.lacks.append(f"topk_method {quote(method)}")
+    if not groups or not used or groups == 1 or not _GROUP_METHODS.get(method):
+        return 1
+    if used > groups:
+        raise SourceError(f"routing: {used} of {groups} groups of experts")
+    return int(groups)
+
+
+def _rope_layers(facts: Facts, windows: Sequence[int]) -> list[int] | None:
+    """Which layers rotate, None for all."""
+    if facts.family.rope_layers == "all" or not facts.hyper["window"]:
+        return None
+    return [int(window > 0) for window in windows]
+
+
 def _has_role(facts: Facts, role: Role) -> bool:
     return any(resident.role is role for resident in facts.residents)
 
@@ -144,9 +221,9 @@ def _windows(facts: Facts) -> list[int]:
         window = 0
     if facts.source.kind == "gguf" and window:
         _check_gguf_window(facts, window)
-    if facts.form.windows != "layer_types":
+    if facts.form.windows in ("all", "none"):
         return [window or 0] * n_layers
-    types = hyper["layer_types"] or _derived_types(hyper)
+    types = hyper["layer_types"] or _DERIVED_TYPES[facts.form.windows](hyper)
     if len(types) != n_layers:
         raise SourceError(
             f"config.json: layer_types: expected {n_layers} entries, found {len(types)}"
@@ -166,6 +243,31 @@ def _derived_types(hyper: Hyper) -> list[str]:
         _SLIDING if sliding and layer % 2 == 0 and layer < hyper["window_layers"] else _FULL
         for layer in range(hyper["n_layers"])
     ]
+
+
+def _tail_types(hyper: Hyper) -> list[str]:
+    """Full attention below `window_layers`, windows from there on."""
+    first = hyper["window_layers"] if hyper["window"] else hyper["n_layers"]
+    return [_SLIDING if layer >= first else _FULL for layer in range(hyper["n_layers"])]
+
+
+def _pattern_types(hyper: Hyper) -> list[str]:
+    """Every n-th layer sees all, or L and G in turn; no pattern means no windows."""
+    pattern, n_layers = hyper["window_pattern"], hyper["n_layers"]
+    if not pattern or not hyper["window"]:
+        return [_FULL] * n_layers
+    if isinstance(pattern, str):
+        kinds = [pattern[layer % len(pattern)] == "L" for layer in range(n_layers)]
+    else:
+        kinds = [(layer + 1) % pattern != 0 for layer in range(n_layers)]
+    return [_SLIDING if sliding else _FULL for sliding in kinds]
+
+
+_DERIVED_TYPES: Mapping[str, Callable[[Hyper], list[str]]] = {
+    "layer_types": _derived_types,
+    "tail": _tail_types,
+    "pattern": _pattern_types,
+}
 
 
 def _check_gguf_window(facts: Facts, window: int) -> None:
@@ -188,7 +290,8 @@ def _rope(facts: Facts) -> Rope:
         for level in reversed(facts.detected.levels):
             merged |= level
         theta = facts.form.defaults["rope_theta"]
-        settings = hf_rope(merged, theta, head_dim, hyper["context_length"])
+        width, partial = _hf_rotated(facts)
+        settings = hf_rope(merged, theta, width, hyper["context_length"], partial)
     if settings.dim > head_dim:
         raise SourceError(f"rope: {settings.dim} rotated dimensions in heads of {head_dim}")
     rope = resolve_rope(settings)
@@ -205,6 +308,16 @@ def _rope(facts: Facts) -> Rope:
             "optional tensor"
         )
     return rope
+
+
+def _hf_rotated(facts: Facts) -> tuple[int, float | None]:
+    """The width that rope refers to, and the share of it that rotates (None: always all)."""
+    hyper, head_dim = facts.hyper, facts.dims["head"]
+    if hyper["nope_dim"] is not None:
+        return hyper["rope_dim"], None
+    if hyper["rope_dim"] is not None:
+        return head_dim, hyper["rope_dim"] / head_dim
+    return head_dim, hyper["rope_partial"]
 
 
 def _rope_graph(facts: Facts, rope: Rope) -> dict[str, Any]:

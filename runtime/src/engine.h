@@ -35,9 +35,11 @@ typedef struct {
 } clb_matrix;
 
 typedef struct {
-  clb_matrix q, k, v, o, router;
-  clb_matrix gate, up, down;  // of the shared expert, or of a dense layer
+  clb_matrix q, k, v, o, attn_gate, router;
+  clb_matrix q_a, kv_a, kv_b, k_b, v_b;  // of latent attention; q is then its q_b
+  clb_matrix gate, up, down;             // of the shared expert, or of a dense layer
   const float *attn_norm, *ffn_norm, *q_norm, *k_norm, *q_bias, *k_bias, *v_bias, *o_bias, *shared_router;
+  const float *attn_post_norm, *ffn_post_norm, *select_bias, *q_a_norm, *q_a_bias, *kv_a_norm, *kv_a_bias;
 } clb_layer;
 
 typedef struct {
@@ -56,15 +58,22 @@ typedef struct {
   float *x;             // [B, H] the residual stream
   clb_rows normed;      // [B, H]
   float *q;             // [B, n_heads, head_dim]
-  float *k, *v;         // [B, n_kv_heads, head_dim]
-  clb_rows attended;    // [B, n_heads * head_dim]
+  float *k, *v;         // [B, n_kv_heads, head_dim], [B, n_kv_heads, value_dim]
+  clb_rows attended;    // [B, n_heads * value_dim]
+  float *attn_gate;     // [B, n_heads * value_dim]
+  clb_rows q_latent;    // [B, q_lora]
+  float *kv_latent;     // [B, kv_lora + rope_dim]
+  float *absorbed;      // [B, n_heads, kv_lora + rope_dim] queries of latent attention, as rows of the KV
+  float *mixed;         // [B, n_heads, kv_lora] sums of latents
+  float *latent_row;    // [threads, kv_lora] a row of kv_b
   float *projected;     // [B, H] attention's, the shared expert's or a dense layer's output
   float *cos, *sin;     // [B, rope_dim / 2]
-  float *scores;        // [threads, TILE, n_heads / n_kv_heads, CHUNK]
-  float *queries;       // [threads, TILE, n_heads / n_kv_heads, head_dim]
-  float *partial;       // see place_attention: output[head_dim], maximum, sum of heads
-  float *values;        // [threads, CHUNK, head_dim] decoded from the KV
+  float *scores;        // [threads, TILE, heads of a group, CHUNK]
+  float *queries;       // [threads, TILE, heads of a group, kv_key_dim]
+  float *partial;       // see place_attention: output[kv_value_dim], maximum, sum of heads
+  float *values;        // [threads, CHUNK, kv_value_dim] decoded from the KV
   float *router;        // [B, E]
+  float *selection;     // [E] scores by which experts are chosen
   float *weights;       // [B, K]
   clb_rows gathered;    // [G, H] inputs of a group of experts
   clb_rows hidden;      // [G, widest expert] activated gate times up, of a group
@@ -91,11 +100,12 @@ typedef struct {
 
 typedef struct clb_prefetch clb_prefetch;
 
-// Keys and values of every layer, sequence, key head and position, each head vector a row of `type`.
+// Keys and values of every layer, sequence, key head and position, each head vector a row of `type`. Latent attention
+// has keys only, of one head; its values are their first floats.
 typedef struct {
   uint32_t type;
-  size_t row_bytes;
-  uint8_t *keys, *values;  // [n_layers, n_sequences, n_kv_heads, ctx, row_bytes]
+  size_t key_bytes, value_bytes;  // of a row; value_bytes is 0 where values lie in keys
+  uint8_t *keys, *values;         // [n_layers, n_sequences, kv_heads, ctx, row]
 } clb_kv_cache;
 
 // Tokens to append to one sequence.
@@ -160,13 +170,26 @@ colibri_status clb_forward(clb_engine *e, const clb_batch *batch);
 // scratch.normed from scratch.x, as the layer's feed-forward network takes it.
 void clb_ffn_norm(clb_engine *e, size_t layer, size_t n_tokens);
 
-// kv.c: bytes of all keys and values; where those of one key head of a sequence start; storing a head vector.
-uint64_t clb_kv_bytes(const clb_engine *e);
-size_t clb_kv_offset(const clb_engine *e, size_t layer, size_t sequence, size_t kv_head);
-void clb_kv_write(const clb_engine *e, uint8_t *head, size_t position, const float *x);
+// kv.c: rows of keys, and of values if they have any; the row of a position; storing a row.
+uint64_t clb_kv_rows(const clb_engine *e);
+size_t clb_kv_row(const clb_engine *e, size_t layer, size_t sequence, size_t kv_head, size_t position);
+void clb_kv_write_key(const clb_engine *e, size_t row, const float *x);
+void clb_kv_write_value(const clb_engine *e, size_t row, const float *x);
 
-// attention.c: scratch.attended of the batch, from scratch.q and the KV.
-void clb_attention(clb_engine *e, size_t layer, const clb_batch *batch);
+// forward.c: out[n] = weight * x / rms(x); out may be x.
+void clb_rms_norm(const clb_engine *e, const float *x, const float *weight, double eps, float *out, size_t n);
+
+// forward.c: rotates the first rope_dim floats of a head by the angles of scratch.
+void clb_rotate(const clb_engine *e, float *head, size_t token);
+
+// attention.c: out [B, n_heads, kv_value_dim] of the batch, from q [B, n_heads, kv_key_dim] and the KV.
+void clb_attention(clb_engine *e, size_t layer, const clb_batch *batch, const float *q, float *out);
+
+// Groups of heads that are computed apart.
+size_t clb_attention_groups(const clb_graph *g);
+
+// mla.c: scratch.attended from scratch.normed, through latent attention. Fills the KV.
+void clb_mla(clb_engine *e, size_t layer, const clb_batch *batch);
 
 // router.c: scratch.chosen and scratch.weights of every token, from scratch.normed. False, and the token in *bad, when
 // scores are not finite. The trace is of what was chosen last, for sequence 0. Router products are exact in any

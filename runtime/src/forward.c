@@ -48,6 +48,8 @@ static colibri_status embed_token(clb_engine *e, uint32_t token, float *x) {
     row = e->token_embd.data + token * e->token_embd.row_bytes;
   }
   clb_dequantize_with(e->kernels, e->token_embd.type, row, x, e->graph.hidden);
+  if (e->graph.embedding_scale == 1) return COLIBRI_OK;
+  for (size_t i = 0; i < e->graph.hidden; i++) x[i] *= (float)e->graph.embedding_scale;
   return COLIBRI_OK;
 }
 
@@ -68,9 +70,9 @@ static colibri_status begin(clb_engine *e, const clb_batch *batch) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Norms and rope
 
-static void rms_norm(const clb_engine *e, const float *x, const float *weight, float *out, size_t n) {
+void clb_rms_norm(const clb_engine *e, const float *x, const float *weight, double eps, float *out, size_t n) {
   const float mean = clb_dot_f32(e->kernels, x, x, n) / (float)n;
-  const float scale = (float)(1 / sqrt((double)(mean + (float)e->graph.norm_eps)));
+  const float scale = (float)(1 / sqrt((double)(mean + (float)eps)));
   for (size_t i = 0; i < n; i++) out[i] = weight[i] * (x[i] * scale);
 }
 
@@ -79,10 +81,16 @@ static void norm_task(void *context, size_t task, size_t worker) {
   const token_job *job = context;
   const clb_scratch *s = &job->engine->scratch;
   const size_t h = job->engine->graph.hidden;
-  rms_norm(job->engine, s->x + (job->first + task) * h, job->norm, s->normed.x + (job->to + task) * h, h);
+  const float *x = s->x + (job->first + task) * h;
+  float *to = s->normed.x + (job->to + task) * h;
+  if (job->norm) {
+    clb_rms_norm(job->engine, x, job->norm, job->engine->graph.norm_eps, to, h);
+  } else {
+    memcpy(to, x, h * sizeof *x);
+  }
 }
 
-// scratch.normed[to .. to + n_tokens) from scratch.x[first .. first + n_tokens)
+// scratch.normed[to .. to + n_tokens) from scratch.x[first .. first + n_tokens); a copy without a weight
 static void norm(clb_engine *e, const float *weight, size_t first, size_t n_tokens, size_t to) {
   clb_pool_run(e->pool, norm_task, &(token_job){.engine = e, .norm = weight, .first = first, .to = to}, n_tokens);
 }
@@ -100,7 +108,7 @@ static void fill_rope(clb_engine *e, size_t n_tokens) {
   }
 }
 
-static void rotate(const clb_engine *e, float *head, size_t token) {
+void clb_rotate(const clb_engine *e, float *head, size_t token) {
   const size_t half = e->graph.rope_dim / 2;
   const float *cosines = e->scratch.cos + token * half, *sines = e->scratch.sin + token * half;
   const bool adjacent = e->graph.rope_pairing == CLB_ROPE_ADJACENT;
@@ -118,9 +126,10 @@ void clb_ffn_norm(clb_engine *e, size_t layer, size_t n_tokens) {
 
 static void norm_heads(const clb_engine *e, float *heads, const float *weight, size_t n_heads) {
   const size_t d = e->graph.head_dim;
-  if (e->graph.qk_norm == CLB_QK_NORM_FULL) rms_norm(e, heads, weight, heads, n_heads * d);
+  const double eps = e->graph.norm_eps;
+  if (e->graph.qk_norm == CLB_QK_NORM_FULL) clb_rms_norm(e, heads, weight, eps, heads, n_heads * d);
   if (e->graph.qk_norm != CLB_QK_NORM_HEAD) return;
-  for (size_t h = 0; h < n_heads; h++) rms_norm(e, heads + h * d, weight, heads + h * d, d);
+  for (size_t h = 0; h < n_heads; h++) clb_rms_norm(e, heads + h * d, weight, eps, heads + h * d, d);
 }
 
 static void clip(const clb_engine *e, float *x, size_t n) {
@@ -139,44 +148,85 @@ static void heads_task(void *context, size_t task, size_t worker) {
   clb_engine *e = job->engine;
   const clb_graph *g = &e->graph;
   const clb_layer *layer = &e->layers[job->layer];
-  const size_t d = g->head_dim, n_q = g->n_heads * d, n_kv = g->n_kv_heads * d;
-  float *q = e->scratch.q + task * n_q, *k = e->scratch.k + task * n_kv, *v = e->scratch.v + task * n_kv;
+  const size_t d = g->head_dim, dv = g->value_dim, n_q = g->n_heads * d, n_k = g->n_kv_heads * d,
+               n_v = g->n_kv_heads * dv;
+  float *q = e->scratch.q + task * n_q, *k = e->scratch.k + task * n_k, *v = e->scratch.v + task * n_v;
   norm_heads(e, q, layer->q_norm, g->n_heads);
   norm_heads(e, k, layer->k_norm, g->n_kv_heads);
   clip(e, q, n_q);
-  clip(e, k, n_kv);
-  clip(e, v, n_kv);
-  for (size_t h = 0; h < g->n_heads; h++) rotate(e, q + h * d, task);
+  clip(e, k, n_k);
+  clip(e, v, n_v);
+  const bool rope = g->layers[job->layer].rope;
+  for (size_t h = 0; rope && h < g->n_heads; h++) clb_rotate(e, q + h * d, task);
   for (size_t h = 0; h < g->n_kv_heads; h++) {
-    rotate(e, k + h * d, task);
-    const size_t at = clb_kv_offset(e, job->layer, e->scratch.sequence[task], h);
-    clb_kv_write(e, e->kv.keys + at, e->scratch.position[task], k + h * d);
-    clb_kv_write(e, e->kv.values + at, e->scratch.position[task], v + h * d);
+    if (rope) clb_rotate(e, k + h * d, task);
+    const size_t row = clb_kv_row(e, job->layer, e->scratch.sequence[task], h, e->scratch.position[task]);
+    clb_kv_write_key(e, row, k + h * d);
+    clb_kv_write_value(e, row, v + h * dv);
   }
+}
+
+// attended *= sigmoid(gate), for one token
+static void gate_task(void *context, size_t task, size_t worker) {
+  (void)worker;
+  const token_job *job = context;
+  const size_t n = job->engine->graph.n_heads * job->engine->graph.value_dim;
+  float *out = job->engine->scratch.attended.x + task * n;
+  const float *gate = job->engine->scratch.attn_gate + task * n;
+  for (size_t i = 0; i < n; i++) out[i] *= (float)(1 / (1 + exp(-(double)gate[i])));
+}
+
+// projected = norm(projected), for one token
+static void post_norm_task(void *context, size_t task, size_t worker) {
+  (void)worker;
+  const token_job *job = context;
+  const size_t h = job->engine->graph.hidden;
+  float *x = job->engine->scratch.projected + task * h;
+  clb_rms_norm(job->engine, x, job->norm, job->engine->graph.norm_eps, x, h);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Layers
 
+// scratch.attended from scratch.normed
+static void gqa(clb_engine *e, size_t i, const clb_batch *batch) {
+  const clb_graph *g = &e->graph;
+  const clb_layer *l = &e->layers[i];
+  const clb_scratch *s = &e->scratch;
+  const size_t n = batch->n_tokens, n_q = g->n_heads * g->head_dim, n_k = g->n_kv_heads * g->head_dim,
+               n_v = g->n_kv_heads * g->value_dim, n_out = g->n_heads * g->value_dim;
+  const clb_linear linears[] = {
+      {.w = &l->q, .bias = l->q_bias, .x = s->normed, .y = s->q, .ldy = n_q, .n_tokens = n},
+      {.w = &l->k, .bias = l->k_bias, .x = s->normed, .y = s->k, .ldy = n_k, .n_tokens = n},
+      {.w = &l->v, .bias = l->v_bias, .x = s->normed, .y = s->v, .ldy = n_v, .n_tokens = n},
+      {.w = &l->attn_gate, .x = s->normed, .y = s->attn_gate, .ldy = n_out, .n_tokens = n},
+  };
+  token_job job = {.engine = e, .layer = i};
+  clb_linear_run(e, linears, g->attention_gate ? 4 : 3);
+  clb_pool_run(e->pool, heads_task, &job, n);
+  clb_attention(e, i, batch, s->q, s->attended.x);
+  if (g->attention_gate) clb_pool_run(e->pool, gate_task, &job, n);
+}
+
 static void attention_block(clb_engine *e, size_t i, const clb_batch *batch) {
   const clb_graph *g = &e->graph;
   const clb_layer *l = &e->layers[i];
   const clb_scratch *s = &e->scratch;
-  const size_t n = batch->n_tokens, n_q = g->n_heads * g->head_dim, n_kv = g->n_kv_heads * g->head_dim;
+  const size_t n = batch->n_tokens;
   norm(e, l->attn_norm, 0, n, 0);
   clb_quantize(e, s->normed, n, g->hidden);
-  const clb_linear qkv[] = {
-      {.w = &l->q, .bias = l->q_bias, .x = s->normed, .y = s->q, .ldy = n_q, .n_tokens = n},
-      {.w = &l->k, .bias = l->k_bias, .x = s->normed, .y = s->k, .ldy = n_kv, .n_tokens = n},
-      {.w = &l->v, .bias = l->v_bias, .x = s->normed, .y = s->v, .ldy = n_kv, .n_tokens = n},
-  };
-  clb_linear_run(e, qkv, 3);
-  clb_pool_run(e->pool, heads_task, &(token_job){.engine = e, .layer = i}, n);
-  clb_attention(e, i, batch);
-  clb_quantize(e, s->attended, n, n_q);
+  if (g->attention == CLB_ATTENTION_MLA) {
+    clb_mla(e, i, batch);
+  } else {
+    gqa(e, i, batch);
+  }
+  clb_quantize(e, s->attended, n, l->o.cols);
   const clb_linear o = {
       .w = &l->o, .bias = l->o_bias, .x = s->attended, .y = s->projected, .ldy = g->hidden, .n_tokens = n};
   clb_linear_run(e, &o, 1);
+  if (l->attn_post_norm) {
+    clb_pool_run(e->pool, post_norm_task, &(token_job){.engine = e, .norm = l->attn_post_norm}, n);
+  }
   clb_axpy_f32(e->kernels, s->x, s->projected, 1, n * g->hidden);
 }
 

@@ -21,10 +21,44 @@ typedef struct {
 // Spec keys
 
 static const char *const KNOWN_GRAPH_KEYS[] = {
-    "attention",     "n_heads",     "n_kv_heads", "head_dim",     "attention_scale", "qkv_bias",     "o_bias",
-    "qk_norm",       "clip_qkv",    "windows",    "norm",         "norm_eps",        "rope_dim",     "rope_pairing",
-    "rope_inv_freq", "rope_factor", "activation", "router_score", "router_norm",     "router_scale", "shared_width",
-    "shared_gated",  "dense_width",
+    "attention",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "attention_scale",
+    "qkv_bias",
+    "o_bias",
+    "qk_norm",
+    "clip_qkv",
+    "windows",
+    "norm",
+    "norm_eps",
+    "rope_dim",
+    "rope_pairing",
+    "rope_inv_freq",
+    "rope_factor",
+    "activation",
+    "router_score",
+    "router_norm",
+    "router_scale",
+    "shared_width",
+    "shared_gated",
+    "dense_width",
+    "value_dim",
+    "q_lora",
+    "kv_lora",
+    "latent_norm_eps",
+    "attention_gate",
+    "rope_layers",
+    "pre_norm",
+    "post_norm",
+    "embedding_scale",
+    "router_select_bias",
+    "router_groups",
+    "router_top_groups",
+    "router_group_score",
+    "router_norm_add",
+    "router_norm_min",
 };
 
 static bool is_known_graph_key(const char *key, size_t n_bytes) {
@@ -82,6 +116,11 @@ static colibri_status read_f64(const loader *l, const char *key, double min, dou
                   *out);
 }
 
+// Keys that may be absent leave *out as it is.
+static bool has(const loader *l, const char *key) {
+  return clb_spec_find(l->container, key) != NULL;
+}
+
 static colibri_status read_bool(const loader *l, const char *key, bool *out) {
   return clb_spec_bool(l->container, key, out) ? COLIBRI_OK : bad_key(l, key, "bool");
 }
@@ -104,6 +143,23 @@ static colibri_status read_word(const loader *l, const char *key, const char *co
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
+// What the KV holds: keys and values of each key head, or for latent attention one row that is both.
+static colibri_status read_kv_sizes(loader *l) {
+  clb_graph *g = l->graph;
+  g->kv_heads = g->n_kv_heads;
+  g->kv_key_dim = g->head_dim;
+  g->kv_value_dim = g->value_dim;
+  if (g->attention != CLB_ATTENTION_MLA) return COLIBRI_OK;
+  CLB_TRY(read_u64(l, "graph.q_lora", 0, MAX_WIDTH, &g->q_lora));
+  CLB_TRY(read_u64(l, "graph.kv_lora", 1, MAX_WIDTH, &g->kv_lora));
+  CLB_TRY(read_f64(l, "graph.latent_norm_eps", 0, &g->latent_norm_eps));
+  g->kv_heads = 1;
+  g->kv_key_dim = g->kv_lora + g->rope_dim;
+  g->kv_value_dim = g->kv_lora;
+  g->kv_values_in_keys = true;
+  return COLIBRI_OK;
+}
+
 static colibri_status read_sizes(loader *l) {
   clb_graph *g = l->graph;
   CLB_TRY(read_u64(l, "n_layers", 1, MAX_LAYERS, &g->n_layers));
@@ -116,6 +172,8 @@ static colibri_status read_sizes(loader *l) {
   CLB_TRY(read_u64(l, "graph.n_kv_heads", 1, g->n_heads, &g->n_kv_heads));
   CLB_TRY(read_u64(l, "graph.head_dim", 1, MAX_HEAD_DIM, &g->head_dim));
   CLB_TRY(read_u64(l, "graph.rope_dim", 0, g->head_dim, &g->rope_dim));
+  g->value_dim = g->head_dim;
+  if (has(l, "graph.value_dim")) CLB_TRY(read_u64(l, "graph.value_dim", 1, MAX_HEAD_DIM, &g->value_dim));
   CLB_TRY(read_u64(l, "graph.shared_width", 0, MAX_WIDTH, &g->shared_width));
   CLB_TRY(read_u64(l, "graph.dense_width", 0, MAX_WIDTH, &g->dense_width));
   if (g->n_heads % g->n_kv_heads != 0) {
@@ -126,19 +184,66 @@ static colibri_status read_sizes(loader *l) {
     return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: graph.rope_dim: expected an even number, found %llu",
                     (unsigned long long)g->rope_dim);
   }
+  return read_kv_sizes(l);
+}
+
+// Switches that came after the first release: without the key, the value is what it was then.
+static colibri_status read_added_switches(loader *l) {
+  clb_graph *g = l->graph;
+  g->pre_norm = true;
+  g->embedding_scale = 1;
+  const struct {
+    const char *key;
+    bool *out;
+  } bools[] = {
+      {"graph.attention_gate", &g->attention_gate},
+      {"graph.pre_norm", &g->pre_norm},
+      {"graph.post_norm", &g->post_norm},
+      {"graph.router_select_bias", &g->router_select_bias},
+  };
+  const struct {
+    const char *key;
+    double min, *out;
+  } numbers[] = {
+      {"graph.embedding_scale", -INFINITY, &g->embedding_scale},
+      {"graph.router_norm_add", 0, &g->router_norm_add},
+      {"graph.router_norm_min", 0, &g->router_norm_min},
+  };
+  for (size_t i = 0; i < COUNT(bools); i++) {
+    if (has(l, bools[i].key)) CLB_TRY(read_bool(l, bools[i].key, bools[i].out));
+  }
+  for (size_t i = 0; i < COUNT(numbers); i++) {
+    if (has(l, numbers[i].key)) CLB_TRY(read_f64(l, numbers[i].key, numbers[i].min, numbers[i].out));
+  }
+  return COLIBRI_OK;
+}
+
+// Experts in groups, of which the best are chosen first.
+static colibri_status read_groups(loader *l) {
+  static const char *const score[] = {"max", "top2"};
+  clb_graph *g = l->graph;
+  size_t word = 0;
+  g->router_groups = g->router_top_groups = 1;
+  if (!has(l, "graph.router_groups")) return COLIBRI_OK;
+  CLB_TRY(read_u64(l, "graph.router_groups", 1, CLB_MAX_ROUTER_GROUPS, &g->router_groups));
+  CLB_TRY(read_u64(l, "graph.router_top_groups", 1, g->router_groups, &g->router_top_groups));
+  CLB_TRY(read_word(l, "graph.router_group_score", score, COUNT(score), &word));
+  g->router_group_score = (clb_group_score)word;
   return COLIBRI_OK;
 }
 
 static colibri_status read_switches(loader *l) {
-  static const char *const attention[] = {"gqa"}, *const norm[] = {"rms"}, *const activation[] = {"silu"},
-                           *const score[] = {"softmax"}, *const qk_norm[] = {"none", "head", "full"},
+  static const char *const attention[] = {"gqa", "mla"}, *const norm[] = {"rms"}, *const activation[] = {"silu"},
+                           *const score[] = {"softmax", "sigmoid"}, *const qk_norm[] = {"none", "head", "full"},
                            *const pairing[] = {"half", "adjacent"};
   clb_graph *g = l->graph;
   size_t word = 0;
   CLB_TRY(read_word(l, "graph.attention", attention, COUNT(attention), &word));
+  g->attention = (clb_attention_kind)word;
   CLB_TRY(read_word(l, "graph.norm", norm, COUNT(norm), &word));
   CLB_TRY(read_word(l, "graph.activation", activation, COUNT(activation), &word));
   CLB_TRY(read_word(l, "graph.router_score", score, COUNT(score), &word));
+  g->router_score = (clb_router_score)word;
   CLB_TRY(read_word(l, "graph.qk_norm", qk_norm, COUNT(qk_norm), &word));
   g->qk_norm = (clb_qk_norm)word;
   CLB_TRY(read_word(l, "graph.rope_pairing", pairing, COUNT(pairing), &word));
@@ -151,7 +256,9 @@ static colibri_status read_switches(loader *l) {
   CLB_TRY(read_bool(l, "graph.qkv_bias", &g->qkv_bias));
   CLB_TRY(read_bool(l, "graph.o_bias", &g->o_bias));
   CLB_TRY(read_bool(l, "graph.router_norm", &g->router_norm));
-  return read_bool(l, "graph.shared_gated", &g->shared_gated);
+  CLB_TRY(read_bool(l, "graph.shared_gated", &g->shared_gated));
+  CLB_TRY(read_added_switches(l));
+  return read_groups(l);
 }
 
 static colibri_status read_u64_array(const loader *l, const char *key, uint64_t n_expected, const uint64_t **out) {
@@ -176,8 +283,9 @@ static colibri_status read_arrays(loader *l) {
   if (!clb_spec_u64_array(l->container, "eos_ids", &g->eos_ids, &g->n_eos)) {
     return bad_key(l, "eos_ids", "array of u64");
   }
-  const uint64_t *moe, *windows;
+  const uint64_t *moe, *windows, *rope = NULL;
   CLB_TRY(read_u64_array(l, "moe_layers", g->n_layers, &moe));
+  if (has(l, "graph.rope_layers")) CLB_TRY(read_u64_array(l, "graph.rope_layers", g->n_layers, &rope));
   CLB_TRY(read_u64_array(l, "graph.windows", g->n_layers, &windows));
   g->layers = calloc((size_t)g->n_layers, sizeof *g->layers);
   if (!g->layers) return clb_fail(l->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
@@ -188,6 +296,7 @@ static colibri_status read_arrays(loader *l) {
     }
     g->layers[i].moe = moe[i] == 1;
     g->layers[i].window = windows[i];
+    g->layers[i].rope = rope ? rope[i] != 0 : true;
     g->n_moe_layers += moe[i];
   }
   return COLIBRI_OK;
@@ -200,18 +309,44 @@ static const struct {
   uint16_t role;
   const char *name;
 } ROLE_NAMES[] = {
-    {CLB_ROLE_TOKEN_EMBD, "token_embd"},   {CLB_ROLE_OUTPUT, "output"},
-    {CLB_ROLE_OUTPUT_NORM, "output_norm"}, {CLB_ROLE_ROPE_FACTORS, "rope_factors"},
-    {CLB_ROLE_ATTN_NORM, "attn_norm"},     {CLB_ROLE_ATTN_Q, "attn_q"},
-    {CLB_ROLE_ATTN_K, "attn_k"},           {CLB_ROLE_ATTN_V, "attn_v"},
-    {CLB_ROLE_ATTN_O, "attn_o"},           {CLB_ROLE_ATTN_Q_BIAS, "attn_q_bias"},
-    {CLB_ROLE_ATTN_K_BIAS, "attn_k_bias"}, {CLB_ROLE_ATTN_V_BIAS, "attn_v_bias"},
-    {CLB_ROLE_ATTN_O_BIAS, "attn_o_bias"}, {CLB_ROLE_ATTN_Q_NORM, "attn_q_norm"},
-    {CLB_ROLE_ATTN_K_NORM, "attn_k_norm"}, {CLB_ROLE_FFN_NORM, "ffn_norm"},
-    {CLB_ROLE_ROUTER, "router"},           {CLB_ROLE_DENSE_GATE, "dense_gate"},
-    {CLB_ROLE_DENSE_UP, "dense_up"},       {CLB_ROLE_DENSE_DOWN, "dense_down"},
-    {CLB_ROLE_SHARED_GATE, "shared_gate"}, {CLB_ROLE_SHARED_UP, "shared_up"},
-    {CLB_ROLE_SHARED_DOWN, "shared_down"}, {CLB_ROLE_SHARED_ROUTER, "shared_router"},
+    {CLB_ROLE_TOKEN_EMBD, "token_embd"},
+    {CLB_ROLE_OUTPUT, "output"},
+    {CLB_ROLE_OUTPUT_NORM, "output_norm"},
+    {CLB_ROLE_ROPE_FACTORS, "rope_factors"},
+    {CLB_ROLE_ATTN_NORM, "attn_norm"},
+    {CLB_ROLE_ATTN_Q, "attn_q"},
+    {CLB_ROLE_ATTN_K, "attn_k"},
+    {CLB_ROLE_ATTN_V, "attn_v"},
+    {CLB_ROLE_ATTN_O, "attn_o"},
+    {CLB_ROLE_ATTN_Q_BIAS, "attn_q_bias"},
+    {CLB_ROLE_ATTN_K_BIAS, "attn_k_bias"},
+    {CLB_ROLE_ATTN_V_BIAS, "attn_v_bias"},
+    {CLB_ROLE_ATTN_O_BIAS, "attn_o_bias"},
+    {CLB_ROLE_ATTN_Q_NORM, "attn_q_norm"},
+    {CLB_ROLE_ATTN_K_NORM, "attn_k_norm"},
+    {CLB_ROLE_FFN_NORM, "ffn_norm"},
+    {CLB_ROLE_ROUTER, "router"},
+    {CLB_ROLE_DENSE_GATE, "dense_gate"},
+    {CLB_ROLE_DENSE_UP, "dense_up"},
+    {CLB_ROLE_DENSE_DOWN, "dense_down"},
+    {CLB_ROLE_SHARED_GATE, "shared_gate"},
+    {CLB_ROLE_SHARED_UP, "shared_up"},
+    {CLB_ROLE_SHARED_DOWN, "shared_down"},
+    {CLB_ROLE_SHARED_ROUTER, "shared_router"},
+    {CLB_ROLE_ATTN_GATE, "attn_gate"},
+    {CLB_ROLE_ATTN_POST_NORM, "attn_post_norm"},
+    {CLB_ROLE_ROUTER_SELECT_BIAS, "router_select_bias"},
+    {CLB_ROLE_FFN_POST_NORM, "ffn_post_norm"},
+    {CLB_ROLE_ATTN_Q_A, "attn_q_a"},
+    {CLB_ROLE_ATTN_Q_A_NORM, "attn_q_a_norm"},
+    {CLB_ROLE_ATTN_Q_B, "attn_q_b"},
+    {CLB_ROLE_ATTN_KV_A, "attn_kv_a"},
+    {CLB_ROLE_ATTN_KV_A_NORM, "attn_kv_a_norm"},
+    {CLB_ROLE_ATTN_KV_B, "attn_kv_b"},
+    {CLB_ROLE_ATTN_K_B, "attn_k_b"},
+    {CLB_ROLE_ATTN_V_B, "attn_v_b"},
+    {CLB_ROLE_ATTN_Q_A_BIAS, "attn_q_a_bias"},
+    {CLB_ROLE_ATTN_KV_A_BIAS, "attn_kv_a_bias"},
 };
 
 static const char *role_name(uint16_t role) {
@@ -246,9 +381,10 @@ static colibri_status find(const loader *l, const clb_tensor **out, uint16_t rol
     if (layer < 0) return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "the tensor %s is missing", role_name(role));
     return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "layer %d: the tensor %s is missing", layer, role_name(role));
   }
-  uint64_t found_rows = t->n_dims == 2 ? t->shape[0] : 0, found_cols = t->shape[t->n_dims - 1];
-  bool row_vector = role == CLB_ROLE_SHARED_ROUTER && found_rows == 1;  // [1, hidden] in Hugging Face form
-  if (t->n_dims > 2 || found_cols != cols || (found_rows != rows && !row_vector)) return wrong_shape(l, t, rows, cols);
+  uint64_t found_rows = t->n_dims == 1 ? 0 : 1, found_cols = t->shape[t->n_dims - 1];
+  for (size_t i = 0; i + 1 < t->n_dims; i++) found_rows *= t->shape[i];  // below 2^63 by rule 15
+  bool row_vector = role == CLB_ROLE_SHARED_ROUTER && found_rows == 1;   // [1, hidden] in Hugging Face form
+  if (found_cols != cols || (found_rows != rows && !row_vector)) return wrong_shape(l, t, rows, cols);
   uint64_t row_bytes;
   const clb_type *type = clb_type_by_id(t->type);
   if (!type || !clb_row_bytes(type, cols, &row_bytes)) {
@@ -259,26 +395,61 @@ static colibri_status find(const loader *l, const clb_tensor **out, uint16_t rol
   return COLIBRI_OK;
 }
 
-static colibri_status find_attention(const loader *l, clb_graph_layer *layer, int32_t i) {
+// The projections of grouped-query attention.
+static colibri_status find_gqa(const loader *l, clb_graph_layer *layer, int32_t i) {
   const clb_graph *g = l->graph;
-  const uint64_t h = g->hidden, q = g->n_heads * g->head_dim, kv = g->n_kv_heads * g->head_dim;
-  CLB_TRY(find(l, &layer->attn_norm, CLB_ROLE_ATTN_NORM, i, 0, h));
+  const uint64_t h = g->hidden, q = g->n_heads * g->head_dim, k = g->n_kv_heads * g->head_dim,
+                 v = g->n_kv_heads * g->value_dim;
   CLB_TRY(find(l, &layer->q, CLB_ROLE_ATTN_Q, i, q, h));
-  CLB_TRY(find(l, &layer->k, CLB_ROLE_ATTN_K, i, kv, h));
-  CLB_TRY(find(l, &layer->v, CLB_ROLE_ATTN_V, i, kv, h));
-  CLB_TRY(find(l, &layer->o, CLB_ROLE_ATTN_O, i, h, q));
+  CLB_TRY(find(l, &layer->k, CLB_ROLE_ATTN_K, i, k, h));
+  CLB_TRY(find(l, &layer->v, CLB_ROLE_ATTN_V, i, v, h));
   if (g->qkv_bias) {
     CLB_TRY(find(l, &layer->q_bias, CLB_ROLE_ATTN_Q_BIAS, i, 0, q));
-    CLB_TRY(find(l, &layer->k_bias, CLB_ROLE_ATTN_K_BIAS, i, 0, kv));
-    CLB_TRY(find(l, &layer->v_bias, CLB_ROLE_ATTN_V_BIAS, i, 0, kv));
+    CLB_TRY(find(l, &layer->k_bias, CLB_ROLE_ATTN_K_BIAS, i, 0, k));
+    CLB_TRY(find(l, &layer->v_bias, CLB_ROLE_ATTN_V_BIAS, i, 0, v));
   }
+  if (g->qk_norm == CLB_QK_NORM_NONE) return COLIBRI_OK;
+  bool full = g->qk_norm == CLB_QK_NORM_FULL;
+  CLB_TRY(find(l, &layer->q_norm, CLB_ROLE_ATTN_Q_NORM, i, 0, full ? q : g->head_dim));
+  return find(l, &layer->k_norm, CLB_ROLE_ATTN_K_NORM, i, 0, full ? k : g->head_dim);
+}
+
+// The projections of latent attention. kv_b holds for each head the rows of its keys, then those of its values; k_b
+// and v_b are the same in two tensors, k_b transposed within each head.
+static colibri_status find_mla(const loader *l, clb_graph_layer *layer, int32_t i) {
+  const clb_graph *g = l->graph;
+  const uint64_t h = g->hidden, q = g->n_heads * g->head_dim, nope = g->head_dim - g->rope_dim;
+  if (g->q_lora > 0) {
+    CLB_TRY(find(l, &layer->q_a, CLB_ROLE_ATTN_Q_A, i, g->q_lora, h));
+    CLB_TRY(find(l, &layer->q_a_norm, CLB_ROLE_ATTN_Q_A_NORM, i, 0, g->q_lora));
+    CLB_TRY(find(l, &layer->q, CLB_ROLE_ATTN_Q_B, i, q, g->q_lora));
+    if (g->qkv_bias) CLB_TRY(find(l, &layer->q_a_bias, CLB_ROLE_ATTN_Q_A_BIAS, i, 0, g->q_lora));
+  } else {
+    CLB_TRY(find(l, &layer->q, CLB_ROLE_ATTN_Q, i, q, h));
+  }
+  CLB_TRY(find(l, &layer->kv_a, CLB_ROLE_ATTN_KV_A, i, g->kv_key_dim, h));
+  if (g->qkv_bias) CLB_TRY(find(l, &layer->kv_a_bias, CLB_ROLE_ATTN_KV_A_BIAS, i, 0, g->kv_key_dim));
+  CLB_TRY(find(l, &layer->kv_a_norm, CLB_ROLE_ATTN_KV_A_NORM, i, 0, g->kv_lora));
+  if (!clb_container_find(l->container, CLB_ROLE_ATTN_K_B, i)) {
+    return find(l, &layer->kv_b, CLB_ROLE_ATTN_KV_B, i, g->n_heads * (nope + g->value_dim), g->kv_lora);
+  }
+  CLB_TRY(find(l, &layer->k_b, CLB_ROLE_ATTN_K_B, i, g->n_heads * g->kv_lora, nope));
+  return find(l, &layer->v_b, CLB_ROLE_ATTN_V_B, i, g->n_heads * g->value_dim, g->kv_lora);
+}
+
+static colibri_status find_attention(const loader *l, clb_graph_layer *layer, int32_t i) {
+  const clb_graph *g = l->graph;
+  const uint64_t h = g->hidden, out = g->n_heads * g->value_dim;
+  if (g->pre_norm) CLB_TRY(find(l, &layer->attn_norm, CLB_ROLE_ATTN_NORM, i, 0, h));
+  CLB_TRY(g->attention == CLB_ATTENTION_MLA ? find_mla(l, layer, i) : find_gqa(l, layer, i));
+  if (g->attention_gate) CLB_TRY(find(l, &layer->attn_gate, CLB_ROLE_ATTN_GATE, i, out, h));
+  CLB_TRY(find(l, &layer->o, CLB_ROLE_ATTN_O, i, h, out));
   if (g->o_bias) CLB_TRY(find(l, &layer->o_bias, CLB_ROLE_ATTN_O_BIAS, i, 0, h));
-  if (g->qk_norm != CLB_QK_NORM_NONE) {
-    bool full = g->qk_norm == CLB_QK_NORM_FULL;
-    CLB_TRY(find(l, &layer->q_norm, CLB_ROLE_ATTN_Q_NORM, i, 0, full ? q : g->head_dim));
-    CLB_TRY(find(l, &layer->k_norm, CLB_ROLE_ATTN_K_NORM, i, 0, full ? kv : g->head_dim));
+  if (g->post_norm) {
+    CLB_TRY(find(l, &layer->attn_post_norm, CLB_ROLE_ATTN_POST_NORM, i, 0, h));
+    CLB_TRY(find(l, &layer->ffn_post_norm, CLB_ROLE_FFN_POST_NORM, i, 0, h));
   }
-  return find(l, &layer->ffn_norm, CLB_ROLE_FFN_NORM, i, 0, h);
+  return g->pre_norm ? find(l, &layer->ffn_norm, CLB_ROLE_FFN_NORM, i, 0, h) : COLIBRI_OK;
 }
 
 static colibri_status find_gated(const loader *l, clb_graph_layer *layer, int32_t i, uint16_t gate_role,
@@ -287,6 +458,21 @@ static colibri_status find_gated(const loader *l, clb_graph_layer *layer, int32_
   CLB_TRY(find(l, &layer->gate, gate_role, i, width, h));
   CLB_TRY(find(l, &layer->up, (uint16_t)(gate_role + 1), i, width, h));
   return find(l, &layer->down, (uint16_t)(gate_role + 2), i, h, width);
+}
+
+// Groups share the experts out evenly, have two of them if two are rated, and hold enough for the choice.
+static colibri_status check_groups(const loader *l, const clb_graph_layer *layer, int32_t i) {
+  const clb_graph *g = l->graph;
+  if (g->router_groups == 1) return COLIBRI_OK;
+  const uint64_t size = layer->n_experts / g->router_groups;
+  const uint64_t least = g->router_group_score == CLB_GROUP_SCORE_TOP2 ? 2 : 1;
+  if (layer->n_experts % g->router_groups == 0 && size >= least && g->top_k <= size * g->router_top_groups) {
+    return COLIBRI_OK;
+  }
+  return clb_fail(l->error, COLIBRI_ERROR_FORMAT,
+                  "layer %d: %llu experts in %llu groups, of which %llu are used, cannot give top_k = %llu", i,
+                  (unsigned long long)layer->n_experts, (unsigned long long)g->router_groups,
+                  (unsigned long long)g->router_top_groups, (unsigned long long)g->top_k);
 }
 
 static colibri_status find_moe(const loader *l, clb_graph_layer *layer, int32_t i) {
@@ -300,7 +486,9 @@ static colibri_status find_moe(const loader *l, clb_graph_layer *layer, int32_t 
     return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "layer %d: top_k = %llu of %llu experts", i,
                     (unsigned long long)g->top_k, (unsigned long long)layer->n_experts);
   }
+  CLB_TRY(check_groups(l, layer, i));
   CLB_TRY(find(l, &layer->router, CLB_ROLE_ROUTER, i, layer->n_experts, g->hidden));
+  if (g->router_select_bias) CLB_TRY(find(l, &layer->select_bias, CLB_ROLE_ROUTER_SELECT_BIAS, i, 0, layer->n_experts));
   if (g->shared_width == 0) return COLIBRI_OK;
   CLB_TRY(find_gated(l, layer, i, CLB_ROLE_SHARED_GATE, g->shared_width));
   if (!g->shared_gated) return COLIBRI_OK;
@@ -326,6 +514,19 @@ static bool layer_uses(const clb_graph_layer *layer, const clb_tensor *t) {
       layer->up,
       layer->down,
       layer->shared_router,
+      layer->select_bias,
+      layer->attn_gate,
+      layer->attn_post_norm,
+      layer->ffn_post_norm,
+      layer->q_a,
+      layer->q_a_norm,
+      layer->q_a_bias,
+      layer->kv_a,
+      layer->kv_a_norm,
+      layer->kv_a_bias,
+      layer->kv_b,
+      layer->k_b,
+      layer->v_b,
   };
   for (size_t i = 0; i < COUNT(used); i++) {
     if (used[i] == t) return true;

@@ -14,12 +14,22 @@
 
 typedef enum { CLB_QK_NORM_NONE, CLB_QK_NORM_HEAD, CLB_QK_NORM_FULL } clb_qk_norm;
 typedef enum { CLB_ROPE_HALF, CLB_ROPE_ADJACENT } clb_rope_pairing;
+typedef enum { CLB_ATTENTION_GQA, CLB_ATTENTION_MLA } clb_attention_kind;
+
+// What a router makes of its logits, and how a group of experts is rated. In the order of the words in graph.c.
+typedef enum { CLB_SCORE_SOFTMAX, CLB_SCORE_SIGMOID } clb_router_score;
+typedef enum { CLB_GROUP_SCORE_MAX, CLB_GROUP_SCORE_TOP2 } clb_group_score;
+
+enum { CLB_MAX_ROUTER_GROUPS = 256 };
 
 // Tensors of one layer, by role; NULL where the graph has none.
 typedef struct {
   const clb_tensor *attn_norm, *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias, *q_norm, *k_norm;
-  const clb_tensor *ffn_norm, *router, *gate, *up, *down, *shared_router;  // gate, up, down: shared or dense
-  bool moe;
+  const clb_tensor *attn_gate, *attn_post_norm, *ffn_post_norm;
+  const clb_tensor *q_a, *q_a_norm, *kv_a, *kv_a_norm, *kv_b, *k_b, *v_b, *q_a_bias, *kv_a_bias;  // latent attention
+  const clb_tensor *ffn_norm, *router, *select_bias;
+  const clb_tensor *gate, *up, *down, *shared_router;  // gate, up, down: shared or dense
+  bool moe, rope;
   uint64_t n_experts;
   size_t row;       // of the expert index
   uint64_t window;  // 0: all
@@ -27,10 +37,18 @@ typedef struct {
 
 typedef struct {
   uint64_t n_layers, n_moe_layers, hidden, vocab, context_length, n_tokens;
-  uint64_t n_heads, n_kv_heads, head_dim, rope_dim;
+  uint64_t n_heads, n_kv_heads, head_dim, value_dim, rope_dim;
+  uint64_t q_lora, kv_lora;                     // latent attention; q_lora 0: q comes from the hidden state
+  uint64_t kv_heads, kv_key_dim, kv_value_dim;  // what the KV holds of a position
+  bool kv_values_in_keys;                       // values are the first kv_value_dim floats of the keys
   uint64_t top_k, max_experts, max_width, shared_width, dense_width;
-  double attention_scale, clip_qkv, norm_eps, rope_factor, router_scale;
-  bool qkv_bias, o_bias, router_norm, shared_gated;
+  uint64_t router_groups, router_top_groups;  // 1, 1: no groups
+  double attention_scale, clip_qkv, norm_eps, latent_norm_eps, rope_factor, embedding_scale;
+  double router_scale, router_norm_add, router_norm_min;
+  bool qkv_bias, o_bias, router_norm, shared_gated, attention_gate, pre_norm, post_norm, router_select_bias;
+  clb_attention_kind attention;
+  clb_router_score router_score;
+  clb_group_score router_group_score;
   clb_qk_norm qk_norm;
   clb_rope_pairing rope_pairing;
   const double *rope_inv_freq;  // [rope_dim / 2], of the container

@@ -79,14 +79,16 @@ static colibri_status choose_kv_type(clb_engine *e, colibri_kv_type asked) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "kv type: expected a colibri_kv_type, found %d", (int)asked);
   }
   const clb_type *type = clb_type_by_id(types[asked]);
-  uint64_t row_bytes = 0;
-  if (!clb_row_bytes(type, e->graph.head_dim, &row_bytes)) {
+  const clb_graph *g = &e->graph;
+  uint64_t key_bytes = 0, value_bytes = 0;
+  if (!clb_row_bytes(type, g->kv_key_dim, &key_bytes) || !clb_row_bytes(type, g->kv_value_dim, &value_bytes)) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT,
                     "kv type %s: needs heads of a multiple of %u, this model's have %llu; use f32 or f16", type->name,
-                    type->block_weights, (unsigned long long)e->graph.head_dim);
+                    type->block_weights, (unsigned long long)g->kv_key_dim);
   }
   e->kv.type = type->id;
-  e->kv.row_bytes = row_bytes;
+  e->kv.key_bytes = key_bytes;
+  e->kv.value_bytes = g->kv_values_in_keys ? 0 : value_bytes;
   return COLIBRI_OK;
 }
 
@@ -109,10 +111,10 @@ static colibri_status check_options(clb_engine *e, const colibri_options *o) {
                     e->n_threads, clb_available_cpus());
   }
   const uint64_t n_chunks = e->ctx / CLB_ATTENTION_CHUNK + 1;
-  if (n_chunks * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS || e->batch_size * e->graph.n_kv_heads > CLB_POOL_MAX_TASKS) {
+  const uint64_t n_groups = clb_attention_groups(&e->graph);
+  if (n_chunks * n_groups > CLB_POOL_MAX_TASKS || e->batch_size * n_groups > CLB_POOL_MAX_TASKS) {
     return clb_fail(e->error, COLIBRI_ERROR_ARGUMENT, "context of %llu, batch of %llu: too large for %llu key heads",
-                    (unsigned long long)e->ctx, (unsigned long long)e->batch_size,
-                    (unsigned long long)e->graph.n_kv_heads);
+                    (unsigned long long)e->ctx, (unsigned long long)e->batch_size, (unsigned long long)n_groups);
   }
   return choose_kv_type(e, o->kv_type);
 }
@@ -203,12 +205,24 @@ static clb_rows take_rows(const clb_engine *e, uint8_t *base, uint64_t *used, ui
 static void place_attention(clb_engine *e, uint8_t *base, uint64_t *used) {
   const clb_graph *g = &e->graph;
   clb_scratch *s = &e->scratch;
-  const uint64_t d = g->head_dim, heads = CLB_ATTENTION_TILE * (g->n_heads / g->n_kv_heads);
+  const uint64_t d = g->kv_value_dim, heads = CLB_ATTENTION_TILE * (g->n_heads / clb_attention_groups(g));
+  const bool direct = e->kv.type == CLB_F32 && !g->kv_values_in_keys;
   const uint64_t n_chunks = e->ctx / CLB_ATTENTION_CHUNK + 1;
   s->scores = take_floats(base, used, e->n_threads * heads * CLB_ATTENTION_CHUNK);
-  s->queries = take_floats(base, used, e->n_threads * heads * d);
+  s->queries = take_floats(base, used, e->n_threads * heads * g->kv_key_dim);
   s->partial = take_floats(base, used, larger(n_chunks * g->n_heads, 2 * e->n_threads * heads) * (d + 2));
-  s->values = take_floats(base, used, e->kv.type == CLB_F32 ? 0 : e->n_threads * CLB_ATTENTION_CHUNK * d);
+  s->values = take_floats(base, used, direct ? 0 : e->n_threads * CLB_ATTENTION_CHUNK * d);
+}
+
+static void place_latent(clb_engine *e, uint8_t *base, uint64_t *used) {
+  const clb_graph *g = &e->graph;
+  clb_scratch *s = &e->scratch;
+  const uint64_t b = e->batch_size;
+  s->q_latent = take_rows(e, base, used, b, g->q_lora);
+  s->kv_latent = take_floats(base, used, b * g->kv_key_dim);
+  s->absorbed = take_floats(base, used, b * g->n_heads * g->kv_key_dim);
+  s->mixed = take_floats(base, used, b * g->n_heads * g->kv_lora);
+  s->latent_row = take_floats(base, used, e->n_threads * g->kv_lora);
 }
 
 static void place_feed_forward(clb_engine *e, uint8_t *base, uint64_t *used) {
@@ -217,6 +231,7 @@ static void place_feed_forward(clb_engine *e, uint8_t *base, uint64_t *used) {
   const uint64_t b = e->batch_size, h = g->hidden, group = larger(b, g->top_k);
   const uint64_t wide = larger(g->shared_width, g->dense_width);
   s->router = take_floats(base, used, b * g->max_experts);
+  s->selection = take_floats(base, used, g->max_experts);
   s->weights = take_floats(base, used, b * g->top_k);
   s->gathered = take_rows(e, base, used, group, h);
   s->hidden = take_rows(e, base, used, group, g->max_width);
@@ -236,13 +251,16 @@ static uint64_t place_scratch(clb_engine *e, uint8_t *base) {
   const clb_graph *g = &e->graph;
   clb_scratch *s = &e->scratch;
   const uint64_t b = e->batch_size, h = g->hidden, d = g->head_dim;
+  const bool mla = g->attention == CLB_ATTENTION_MLA;
   uint64_t used = 0;
   s->x = take_floats(base, &used, b * h);
   s->normed = take_rows(e, base, &used, b, h);
   s->q = take_floats(base, &used, b * g->n_heads * d);
-  s->k = take_floats(base, &used, b * g->n_kv_heads * d);
-  s->v = take_floats(base, &used, b * g->n_kv_heads * d);
-  s->attended = take_rows(e, base, &used, b, g->n_heads * d);
+  s->k = take_floats(base, &used, mla ? 0 : b * g->n_kv_heads * d);
+  s->v = take_floats(base, &used, mla ? 0 : b * g->n_kv_heads * g->value_dim);
+  s->attended = take_rows(e, base, &used, b, g->n_heads * g->value_dim);
+  s->attn_gate = take_floats(base, &used, g->attention_gate ? b * g->n_heads * g->value_dim : 0);
+  if (mla) place_latent(e, base, &used);
   s->projected = take_floats(base, &used, b * h);
   s->cos = take_floats(base, &used, b * g->rope_dim / 2);
   s->sin = take_floats(base, &used, b * g->rope_dim / 2);
@@ -255,9 +273,12 @@ static uint64_t place_scratch(clb_engine *e, uint8_t *base) {
   return used;
 }
 
+// Stacked matrices of the heads are one matrix.
 static clb_matrix matrix_of(const clb_tensor *t) {
-  return (clb_matrix){
-      .type = t->type, .rows = t->shape[0], .cols = t->shape[1], .row_bytes = t->bytes / t->shape[0], .data = NULL};
+  size_t rows = 1;
+  for (size_t i = 0; i + 1 < t->n_dims; i++) rows *= t->shape[i];
+  const size_t cols = t->shape[t->n_dims - 1];
+  return (clb_matrix){.type = t->type, .rows = rows, .cols = cols, .row_bytes = t->bytes / rows, .data = NULL};
 }
 
 // What is not in an arena: estimates on the high side, but for the logits.
@@ -343,7 +364,7 @@ static colibri_status plan_memory(clb_engine *e, const colibri_options *options,
   resident_ranges(e, ranges, &e->resident.n_bytes);
   free(ranges);
   e->vectors.n_bytes = align_up(vector_floats(e) * sizeof(float), CLB_IO_UNIT);
-  e->kv_memory.n_bytes = align_up(clb_kv_bytes(e), CLB_IO_UNIT);
+  e->kv_memory.n_bytes = align_up(clb_kv_rows(e) * (e->kv.key_bytes + e->kv.value_bytes), CLB_IO_UNIT);
   e->scratch_memory.n_bytes = align_up(place_scratch(e, NULL), CLB_IO_UNIT);
   m->resident_bytes = e->resident.n_bytes + e->vectors.n_bytes;
   m->kv_bytes = e->kv_memory.n_bytes;
@@ -497,6 +518,12 @@ static void bind_layer(binder *b, const clb_graph_layer *from, clb_layer *to) {
   to->k = bind_matrix(b, from->k);
   to->v = bind_matrix(b, from->v);
   to->o = bind_matrix(b, from->o);
+  to->attn_gate = bind_matrix(b, from->attn_gate);
+  to->q_a = bind_matrix(b, from->q_a);
+  to->kv_a = bind_matrix(b, from->kv_a);
+  to->kv_b = bind_matrix(b, from->kv_b);
+  to->k_b = bind_matrix(b, from->k_b);
+  to->v_b = bind_matrix(b, from->v_b);
   to->router = bind_matrix(b, from->router);
   to->gate = bind_matrix(b, from->gate);
   to->up = bind_matrix(b, from->up);
@@ -510,6 +537,13 @@ static void bind_layer(binder *b, const clb_graph_layer *from, clb_layer *to) {
   to->v_bias = bind_vector(b, from->v_bias);
   to->o_bias = bind_vector(b, from->o_bias);
   to->shared_router = bind_vector(b, from->shared_router);
+  to->attn_post_norm = bind_vector(b, from->attn_post_norm);
+  to->ffn_post_norm = bind_vector(b, from->ffn_post_norm);
+  to->select_bias = bind_vector(b, from->select_bias);
+  to->q_a_norm = bind_vector(b, from->q_a_norm);
+  to->q_a_bias = bind_vector(b, from->q_a_bias);
+  to->kv_a_norm = bind_vector(b, from->kv_a_norm);
+  to->kv_a_bias = bind_vector(b, from->kv_a_bias);
 }
 
 static colibri_status load_resident(clb_engine *e) {
@@ -551,7 +585,7 @@ static colibri_status allocate_all(clb_engine *e) {
   (void)madvise(e->resident.pages, e->resident.n_bytes, MADV_HUGEPAGE);
   place_scratch(e, e->scratch_memory.pages);
   e->kv.keys = e->kv_memory.pages;
-  e->kv.values = e->kv.keys + clb_kv_bytes(e) / 2;
+  e->kv.values = e->kv.keys + clb_kv_rows(e) * e->kv.key_bytes;
   e->layers = calloc(e->graph.n_layers, sizeof *e->layers);
   e->layer_metrics = calloc(e->graph.n_layers, sizeof *e->layer_metrics);
   if (!e->layers || !e->layer_metrics) {

@@ -195,6 +195,8 @@ static void add_task(void *context, size_t task, size_t worker) {
     }
     clb_axpy_f32(e->kernels, sum, s->projected + task * h, scale, h);
   }
+  const float *post_norm = e->layers[job->layer].ffn_post_norm;
+  if (post_norm) clb_rms_norm(e, sum, post_norm, e->graph.norm_eps, sum, h);
   clb_axpy_f32(e->kernels, s->x + task * h, sum, 1, h);
 }
 
@@ -276,6 +278,12 @@ void clb_dense(clb_engine *e, size_t layer, size_t n_tokens) {
   clb_linear_run(e, &in, 1);
   clb_quantize(e, e->scratch.wide, n_tokens, e->layers[layer].gate.rows);
   clb_linear_run(e, &out, 1);
-  clb_axpy_f32(e->kernels, e->scratch.x, e->scratch.projected, 1, n_tokens * e->graph.hidden);
+  const size_t h = e->graph.hidden;
+  const float *post_norm = e->layers[layer].ffn_post_norm;
+  float *y = e->scratch.projected;
+  for (size_t t = 0; post_norm && t < n_tokens; t++) {
+    clb_rms_norm(e, y + t * h, post_norm, e->graph.norm_eps, y + t * h, h);
+  }
+  clb_axpy_f32(e->kernels, e->scratch.x, y, 1, n_tokens * h);
   e->metrics.experts_seconds += clb_seconds() - before;
 }

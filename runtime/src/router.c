@@ -33,19 +33,88 @@ static bool softmax(const clb_engine *e, float *p, size_t n) {
   return true;
 }
 
+static bool sigmoid(const clb_engine *e, float *p, size_t n) {
+  (void)e;
+  for (size_t i = 0; i < n; i++) {
+    if (!isfinite(p[i])) return false;
+    p[i] = (float)(1 / (1 + exp(-(double)p[i])));
+  }
+  return true;
+}
+
+// Logits to scores, in place. False when one is not finite.
+typedef bool (*score_function)(const clb_engine *e, float *p, size_t n);
+static const score_function SCORES[] = {[CLB_SCORE_SOFTMAX] = softmax, [CLB_SCORE_SIGMOID] = sigmoid};
+
+// How good a group of experts is by the scores of its members.
+typedef float (*group_function)(const float *p, size_t n);
+
+static float largest(const float *p, size_t n) {
+  float max = p[0];
+  for (size_t i = 1; i < n; i++) max = p[i] > max ? p[i] : max;
+  return max;
+}
+
+static float largest_two(const float *p, size_t n) {
+  float max = -INFINITY, second = -INFINITY;
+  for (size_t i = 0; i < n; i++) {
+    if (p[i] > max) {
+      second = max;
+      max = p[i];
+    } else if (p[i] > second) {
+      second = p[i];
+    }
+  }
+  return max + second;
+}
+static const group_function GROUP_SCORES[] = {[CLB_GROUP_SCORE_MAX] = largest, [CLB_GROUP_SCORE_TOP2] = largest_two};
+
+// Experts outside the best groups cannot be chosen.
+static void mask_groups(const clb_graph *g, float *selection, size_t n) {
+  float scores[CLB_MAX_ROUTER_GROUPS], best[CLB_MAX_ROUTER_GROUPS];
+  uint32_t chosen[CLB_MAX_ROUTER_GROUPS];
+  bool alive[CLB_MAX_ROUTER_GROUPS] = {false};
+  const size_t size = n / g->router_groups;
+  for (size_t i = 0; i < g->router_groups; i++) {
+    scores[i] = GROUP_SCORES[g->router_group_score](selection + i * size, size);
+  }
+  choose_top(scores, g->router_groups, g->router_top_groups, chosen, best);
+  for (size_t i = 0; i < g->router_top_groups; i++) alive[chosen[i]] = true;
+  for (size_t i = 0; i < n; i++) {
+    if (!alive[i / size]) selection[i] = -INFINITY;
+  }
+}
+
 static void scale_weights(const clb_graph *g, float *weights) {
   if (g->router_norm) {
     float sum = 0;
     for (size_t s = 0; s < g->top_k; s++) sum += weights[s];
+    sum += (float)g->router_norm_add;
+    if (sum < (float)g->router_norm_min) sum = (float)g->router_norm_min;
     for (size_t s = 0; s < g->top_k; s++) weights[s] /= sum;
   }
   for (size_t s = 0; s < g->top_k; s++) weights[s] *= (float)g->router_scale;
 }
 
+// One token: chosen[k], best first, and their weights. `bias` shifts the choice and not the weights.
+static bool route_token(const clb_engine *e, float *scores, size_t n_experts, const float *bias, uint32_t *chosen,
+                        float *weights) {
+  const clb_graph *g = &e->graph;
+  if (!SCORES[g->router_score](e, scores, n_experts)) return false;
+  float *selection = e->scratch.selection;
+  memcpy(selection, scores, n_experts * sizeof *scores);
+  if (bias) clb_axpy_f32(e->kernels, selection, bias, 1, n_experts);
+  if (g->router_groups > 1) mask_groups(g, selection, n_experts);
+  choose_top(selection, n_experts, g->top_k, chosen, weights);
+  for (size_t s = 0; s < g->top_k; s++) weights[s] = scores[chosen[s]];
+  scale_weights(g, weights);
+  return true;
+}
+
 bool clb_route(clb_engine *e, size_t layer, size_t n_tokens, size_t *bad) {
   const clb_graph *g = &e->graph;
   const clb_scratch *s = &e->scratch;
-  const size_t n_experts = g->layers[layer].n_experts;
+  const size_t n_experts = g->layers[layer].n_experts, k = g->top_k;
   clb_linear_run(e,
                  &(clb_linear){.w = &e->layers[layer].router,
                                .x = s->normed,
@@ -55,11 +124,11 @@ bool clb_route(clb_engine *e, size_t layer, size_t n_tokens, size_t *bad) {
                                .exact = true},
                  1);
   for (size_t t = 0; t < n_tokens; t++) {
-    float *scores = s->router + t * n_experts, *weights = s->weights + t * g->top_k;
     *bad = t;
-    if (!softmax(e, scores, n_experts)) return false;
-    choose_top(scores, n_experts, g->top_k, s->chosen + t * g->top_k, weights);
-    scale_weights(g, weights);
+    if (!route_token(e, s->router + t * n_experts, n_experts, e->layers[layer].select_bias, s->chosen + t * k,
+                     s->weights + t * k)) {
+      return false;
+    }
   }
   return true;
 }

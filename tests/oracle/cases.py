@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tiny_families as tf
 import tiny_models as tm
 from tiny_models import TinySpec
 
@@ -54,6 +55,7 @@ _SEEDS = {
     "mixtral-llama3": 13,
     "olmoe-yarn": 8,
     "qwen2_moe-yarn-keys": 8,
+    "deepseek_v3-f32": 8,
 }
 """Seeds of prompts that leave no router choice to the last bits; 7 elsewhere."""
 
@@ -126,6 +128,15 @@ _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 _YARN_ALL = {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
 
 
+ROW_FAMILIES = tuple(name for name in tf.RECIPES if name != "deepseek")
+
+_UNGROUPED = {"router_groups": 1, "router_top_groups": 1}
+
+
+def _row(name: str, family: str, prompts: tuple[int, ...] = (20,), **spec: Any) -> Case:
+    return Case(name, family, tm.default_spec(family, **spec), prompts=prompts, gguf=False)
+
+
 def _cases() -> list[Case]:
     out = []
     for family in tm.FAMILIES:
@@ -170,7 +181,19 @@ def _cases() -> list[Case]:
     return out
 
 
-CASES = {case.name: case for case in _cases()}
+def _row_cases() -> list[Case]:
+    """Cases of the families that are made from their row of the table."""
+    out = []
+    for family in ROW_FAMILIES:
+        out += [
+            _row(f"{family}-f32", family, prompts=(40, 1)),
+            _row(f"{family}-top1", family, top_k=1),
+            _row(f"{family}-topall", family, top_k=8, more=_UNGROUPED),
+        ]
+    return out
+
+
+CASES = {case.name: case for case in [*_cases(), *_row_cases()]}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ torch.set_num_threads(1)  # tiny models; threads would only wait for each other
 
 CHECK_TOLERANCE = 1e-5
 SHIPPED = "tiny-moe"
+ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter")
+SAME_MODEL = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers knows under another name."""
 
 
 def load_model(path: Path) -> Any:
@@ -63,27 +66,54 @@ def prune(model: Any, case: Case) -> None:
 def build(case: Case, path: Path) -> Any:
     """Write the checkpoint of a case and load it."""
     spec = case.spec.replace(experts_of_layer=None)
-    tm.write_hf(path, case.family, spec, dtype=case.dtype, overrides=case.overrides)
+    overrides = dict(case.overrides)
+    if overrides.get("model_type") in SAME_MODEL:
+        overrides["model_type"] = SAME_MODEL[overrides["model_type"]]
+    tm.write_hf(path, case.family, spec, dtype=case.dtype, overrides=overrides)
     model = load_model(path)
     if case.spec.experts_of_layer:
         prune(model, case)
     return model
 
 
+def gap_after(values: np.ndarray, k: int) -> np.ndarray:
+    """k-th minus next largest of each row as a share of the row's range; 2 where there is none."""
+    ranked = -np.sort(-values, axis=-1)
+    ranked[~np.isfinite(ranked)] = ranked[np.isfinite(ranked)].min()
+    if k >= ranked.shape[1]:
+        return np.full(len(values), 2.0)
+    return (ranked[:, k - 1] - ranked[:, k]) / (ranked[:, 0] - ranked[:, -1])
+
+
+def choice_gap(module: Any, args: Any, logits: np.ndarray, k: int) -> np.ndarray:
+    """How clearly a router chose: the smaller of the gaps of its groups and of its experts."""
+    statics = getattr(module, "moe_statics", module)
+    bias = getattr(statics, "e_score_correction_bias", args[1] if len(args) > 1 else None)
+    groups = getattr(module, "num_group", None) or 1
+    if bias is None and groups == 1:
+        return gap_after(logits, k)
+    scores = torch.from_numpy(logits)
+    softmax = type(module).__name__.startswith(("DeepseekV2", "Ernie"))
+    scores = scores.softmax(-1) if softmax else scores.sigmoid()
+    values = (scores if bias is None else scores + bias.detach().reshape(-1)).numpy()
+    if groups == 1:
+        return gap_after(values, k)
+    split = -np.sort(-values.reshape(len(values), groups, -1), axis=-1)
+    rated = split[:, :, 0] if softmax else split[:, :, :2].sum(-1)
+    alive = np.argsort(np.argsort(-rated)) < module.topk_group
+    values = np.where(np.repeat(alive, split.shape[2], axis=1), values, -np.inf)
+    return np.minimum(gap_after(rated, module.topk_group), gap_after(values, k))
+
+
 def run(model: Any, tokens: list[int], positions: list[int]) -> Oracle:
     """One forward pass over a prompt, with the routers watched."""
     seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
-    def watch(_module: Any, _args: Any, out: Any) -> None:
+    def watch(module: Any, args: Any, out: Any) -> None:
         logits, weights, chosen = (t.detach().numpy() for t in out)
-        ranked = -np.sort(-logits, axis=-1)
-        k = chosen.shape[1]
-        gap = np.full(len(logits), 2.0)
-        if k < ranked.shape[1]:
-            gap = (ranked[:, k - 1] - ranked[:, k]) / (ranked[:, 0] - ranked[:, -1])
-        seen.append((chosen, weights, gap))
+        seen.append((chosen, weights, choice_gap(module, args, logits, chosen.shape[1])))
 
-    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+    routers = [m for m in model.modules() if type(m).__name__.endswith(ROUTERS)]
     handles = [m.register_forward_hook(watch) for m in routers]
     with torch.no_grad():
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()

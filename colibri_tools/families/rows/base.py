@@ -9,14 +9,21 @@ from __future__ import annotations
 from colibri_tools.families import common
 from colibri_tools.families.schema import REQUIRED
 
-__all__ = ["DEFAULTS", "GGUF_DEFAULTS", "GGUF_TENSORS", "HF_DEFAULTS", "HF_TENSORS", "SOFTMAX"]
+__all__ = [
+    "DEFAULTS",
+    "GGUF_DEFAULTS",
+    "GGUF_TENSORS",
+    "HF_DEFAULTS",
+    "HF_TENSORS",
+    "PLAIN",
+    "SIGMOID",
+    "SOFTMAX",
+]
 
-SOFTMAX = {
-    "attention": "gqa",
-    "norm": "rms",
-    "activation": "silu",
-    "router_score": "softmax",
-}
+PLAIN = {"attention": "gqa", "norm": "rms", "activation": "silu"}
+SOFTMAX = {**PLAIN, "router_score": "softmax"}
+SIGMOID = {**PLAIN, "router_group_score": "top2", "router_norm_add": 1e-20}
+"""The router of DeepSeek-V3 and those that follow it; form defaults say `gating` 2."""
 
 DEFAULTS = {
     "n_layers": REQUIRED,
@@ -32,16 +39,30 @@ DEFAULTS = {
     "top_k": REQUIRED,
     "expert_width": None,
     "shared_width": None,
+    "n_shared": None,
     "dense_width": None,
     "router_norm": False,
     "router_scale": 1.0,
     "gating": 1,
     "moe_step": 1,
     "dense_layers": (),
+    "first_dense": 0,
+    "last_moe": -1,
+    "ffn_types": None,
+    "router_groups": None,
+    "router_top_groups": None,
+    "group_method": None,
+    "router_norm_min": None,
+    "q_lora": None,
+    "kv_lora": None,
+    "nope_dim": None,
+    "rope_dim": None,
+    "scaled_embedding": False,
     "window": None,
     "use_window": True,
     "window_layers": 0,
     "layer_types": None,
+    "window_pattern": None,
     "clip_qkv": None,
     "attention_scale": None,
     "qkv_bias": None,
@@ -50,18 +71,18 @@ DEFAULTS = {
     "bos_id": None,
     "eos_ids": (),
 }
-HF_DEFAULTS = {**DEFAULTS, "norm_eps": 1e-6, "tied": False}
+HF_DEFAULTS = {**DEFAULTS, "norm_eps": 1e-6, "tied": False, "rope_partial": None}
 GGUF_DEFAULTS = {
     **DEFAULTS,
     "n_experts": REQUIRED,
     "norm_eps": REQUIRED,
     "tied": None,
-    "rope_dim": None,
     "rope_kind": None,
     "rope_scale": None,
     "rope_attention_factor": 1.0,
     "rope_original_context": None,
     "rope_log_multiplier": 0.0,
+    "rope_log_unit": 1.0,
     "rope_beta_fast": 32.0,
     "rope_beta_slow": 1.0,
 }

@@ -1,0 +1,148 @@
+"""DeepSeek: latent attention (V2, V3, Kimi K2), and the first DeepSeek-MoE."""
+
+from __future__ import annotations
+
+from colibri_tools.container.format import Role
+from colibri_tools.families import common
+from colibri_tools.families.rows.base import (
+    HF_DEFAULTS,
+    HF_TENSORS,
+    PLAIN,
+    SIGMOID,
+)
+from colibri_tools.families.schema import Family, Form, Key, TensorRule
+
+__all__ = ["DEEPSEEK", "DEEPSEEK_V2", "DEEPSEEK_V3"]
+
+
+def _layer(
+    pattern: str, role: Role, shape: tuple[str, ...], feature: str | None = None, unless: str = ""
+) -> TensorRule:
+    return TensorRule(pattern, role, "layer", shape, feature, unless or None)
+
+
+def _hf(name: str, role: Role, shape: tuple[str, ...], feature: str | None = None) -> TensorRule:
+    return _layer("layers.{layer}." + name, role, shape, feature)
+
+
+_HF_LATENT = (
+    *common.HF_MODEL,
+    _hf("input_layernorm.weight", Role.ATTN_NORM, ("hidden",)),
+    _layer("layers.{layer}.self_attn.q_proj.weight", Role.ATTN_Q, ("q", "hidden"), None, "q_lora"),
+    _hf("self_attn.q_a_proj.weight", Role.ATTN_Q_A, ("q_lora", "hidden"), "q_lora"),
+    _hf("self_attn.q_a_proj.bias", Role.ATTN_Q_A_BIAS, ("q_lora",), "qkv_bias"),
+    _hf("self_attn.q_a_layernorm.weight", Role.ATTN_Q_A_NORM, ("q_lora",), "q_lora"),
+    _hf("self_attn.q_b_proj.weight", Role.ATTN_Q_B, ("q", "q_lora"), "q_lora"),
+    _hf("self_attn.kv_a_proj_with_mqa.weight", Role.ATTN_KV_A, ("latent", "hidden")),
+    _hf("self_attn.kv_a_proj_with_mqa.bias", Role.ATTN_KV_A_BIAS, ("latent",), "qkv_bias"),
+    _hf("self_attn.kv_a_layernorm.weight", Role.ATTN_KV_A_NORM, ("kv_lora",)),
+    _hf("self_attn.kv_b_proj.weight", Role.ATTN_KV_B, ("kv_b", "kv_lora")),
+    _hf("self_attn.o_proj.weight", Role.ATTN_O, ("hidden", "attended")),
+    _hf("self_attn.o_proj.bias", Role.ATTN_O_BIAS, ("hidden",), "o_bias"),
+    _hf("post_attention_layernorm.weight", Role.FFN_NORM, ("hidden",)),
+    *common.HF_DENSE,
+    *common.HF_ROUTER,
+    *common.HF_SHARED_EXPERTS,
+)
+_HF_LATENT_KEYS = {
+    **common.HF_KEYS,
+    **common.HF_BIAS_KEYS,
+    **common.HF_GROUP_KEYS,
+    **common.HF_ROUTED_KEYS,
+    "q_lora": Key("int", ("q_lora_rank",)),
+    "kv_lora": Key("int", ("kv_lora_rank",)),
+    "nope_dim": Key("int", ("qk_nope_head_dim",)),
+    "rope_dim": Key("int", ("qk_rope_head_dim",)),
+    "value_dim": Key("int", ("v_head_dim",)),
+}
+_HF_LATENT_DEFAULTS = {
+    **HF_DEFAULTS,
+    "kv_lora": 512,
+    "nope_dim": 128,
+    "rope_dim": 64,
+    "value_dim": 128,
+}
+_LATENT = {"attention": "mla", "qk_norm": "none", "latent_norm_eps": 1e-6}
+"""transformers gives the norms of latents their own epsilon, whatever the config says."""
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    hf=Form(
+        ids=("deepseek_v2",),
+        architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
+        prefixes=common.HF_PREFIXES,
+        tensors=_HF_LATENT,
+        experts=common.HF_EXPERTS,
+        keys={**_HF_LATENT_KEYS, "group_method": Key("str", ("topk_method",))},
+        defaults={
+            **_HF_LATENT_DEFAULTS,
+            "context_length": 2048,
+            "group_method": "greedy",
+            "bos_id": 1,
+            "eos_ids": (2,),
+        },
+        rope_pairing="adjacent",
+        drops=common.DROPS,
+        windows="none",
+    ),
+    gguf=None,
+    graph={**PLAIN, **_LATENT, "router_group_score": "max"},
+)
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    hf=Form(
+        ids=("deepseek_v3", "kimi_k2"),
+        architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
+        prefixes=common.HF_PREFIXES,
+        tensors=(*_HF_LATENT, *common.HF_SELECT_BIAS),
+        experts=common.HF_EXPERTS,
+        keys={**_HF_LATENT_KEYS, **common.HF_NORM_KEYS},
+        defaults={
+            **_HF_LATENT_DEFAULTS,
+            "context_length": 4096,
+            "top_k": 8,
+            "gating": 2,
+            "router_norm": True,
+            "router_scale": 2.5,
+            "router_groups": 8,
+            "router_top_groups": 4,
+            "first_dense": 3,
+            "bos_id": 0,
+            "eos_ids": (1,),
+        },
+        rope_pairing="adjacent",
+        drops=common.DROPS,
+        windows="none",
+    ),
+    gguf=None,
+    graph={**SIGMOID, **_LATENT},
+)
+
+DEEPSEEK = Family(
+    name="deepseek",
+    hf=Form(
+        ids=("deepseek",),
+        architectures=("DeepseekForCausalLM", "DeepseekModel"),
+        prefixes=common.HF_PREFIXES,
+        tensors=(
+            *HF_TENSORS,
+            *common.HF_DENSE,
+            *common.HF_ROUTER,
+            *common.HF_SHARED_EXPERTS,
+        ),
+        experts=common.HF_EXPERTS,
+        keys={
+            **common.HF_KEYS,
+            **common.HF_BIAS_KEYS,
+            **common.HF_NORM_KEYS,
+            **common.HF_ROUTED_KEYS,
+        },
+        defaults={**HF_DEFAULTS, "context_length": 2048, "bos_id": 100000, "eos_ids": (100001,)},
+        rope_pairing="half",
+        drops=common.DROPS,
+        windows="none",
+    ),
+    gguf=None,
+    graph={**PLAIN, "qk_norm": "none", "router_norm_add": 1e-20},
+)
