@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_families as tf
+import row_models as rm
 import tiny_models as tm
 from repack_util import map_gguf, map_hf, mapped, refused, small_gguf, small_hf, small_spec
 
@@ -36,7 +36,7 @@ def test_every_id_belongs_to_one_family() -> None:
         ids = [name for form in forms if form is not None for name in form.ids]
         assert len(ids) == len(set(ids))
     assert len(FAMILY_NAMES) == len(set(FAMILY_NAMES))
-    assert set(FAMILY_NAMES) == {*tm.FAMILIES, *tf.RECIPES}
+    assert set(FAMILY_NAMES) == {*tm.FAMILIES, *rm.RECIPES}
 
 
 _ONE_FORM_ONLY = {Role.ROPE_FACTORS, Role.ATTN_K_B, Role.ATTN_V_B}

@@ -156,16 +156,19 @@ def matrix(name: str, shape: tuple[int, ...], seed: int, gain: float) -> np.ndar
 
 def _from_row() -> Any:
     """The builder of families that are made from their row of the table."""
-    import tiny_families
+    import row_models
 
-    return tiny_families
+    return row_models
+
+
+_MIXTRAL_NAMES = ("mixtral", "minimax_m2")
 
 
 def _names(family: str) -> dict[str, str]:
-    moe = "block_sparse_moe" if family == "mixtral" else "mlp"
+    moe = "block_sparse_moe" if family in _MIXTRAL_NAMES else "mlp"
     gate, up, down = (
         ("w1", "w3", "w2")
-        if family == "mixtral"
+        if family in _MIXTRAL_NAMES
         else (
             "gate_proj",
             "up_proj",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from colibri_tools.container.format import Group, PartRole, Role
 from colibri_tools.families.schema import (
     DropRule,
@@ -29,6 +31,7 @@ __all__ = [
     "GGUF_SHARED_EXPERTS",
     "GGUF_SHARED_KEYS",
     "GGUF_WIDTH_KEYS",
+    "GROUP_SCORES",
     "HF_ATTENTION",
     "HF_BIAS_KEYS",
     "HF_DENSE",
@@ -38,10 +41,13 @@ __all__ = [
     "HF_KEYS",
     "HF_LAYER_TYPE_KEYS",
     "HF_MODEL",
+    "HF_NORMS",
     "HF_NORM_KEYS",
     "HF_PREFIXES",
+    "HF_PROJECTIONS",
     "HF_QK_NORM_FULL",
     "HF_QK_NORM_HEAD",
+    "HF_QK_NORM_HEAD_OPTIONAL",
     "HF_QWEN_KEYS",
     "HF_ROUTED_KEYS",
     "HF_ROUTER",
@@ -96,10 +102,13 @@ HF_ATTENTION = (
     _hf("self_attn.o_proj.bias", Role.ATTN_O_BIAS, ("hidden",), "o_bias"),
     _hf("post_attention_layernorm.weight", Role.FFN_NORM, ("hidden",)),
 )
+HF_PROJECTIONS = HF_ATTENTION[1:-1]
+HF_NORMS = (HF_ATTENTION[0], HF_ATTENTION[-1])
 HF_QK_NORM_HEAD = (
     _hf("self_attn.q_norm.weight", Role.ATTN_Q_NORM, ("head",)),
     _hf("self_attn.k_norm.weight", Role.ATTN_K_NORM, ("head",)),
 )
+HF_QK_NORM_HEAD_OPTIONAL = tuple(replace(rule, feature="qk_norm") for rule in HF_QK_NORM_HEAD)
 HF_QK_NORM_FULL = (
     _hf("self_attn.q_norm.weight", Role.ATTN_Q_NORM, ("q",)),
     _hf("self_attn.k_norm.weight", Role.ATTN_K_NORM, ("kv",)),
@@ -343,6 +352,9 @@ GGUF_SHARED_KEYS = {"shared_width": Key("int", ("{arch}.expert_shared_feed_forwa
 
 ROUTER_SCORES = {1: "softmax", 2: "sigmoid"}
 """What a router makes of its logits, by the number GGUF gives it (`gating`)."""
+
+GROUP_SCORES = {"softmax": "max", "sigmoid": "top2"}
+"""How a group of experts is rated, by the router's score: as DeepSeek-V2 and as DeepSeek-V3 do."""
 
 # ---------------------------------------------------------------- left out, and refused
 

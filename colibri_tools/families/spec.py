@@ -12,7 +12,7 @@ import numpy as np
 from colibri_tools.container.format import Group, Role
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import SourceError, quote, quote_some
-from colibri_tools.families.common import ROUTER_SCORES
+from colibri_tools.families.common import GROUP_SCORES, ROUTER_SCORES
 from colibri_tools.families.detect import Detected
 from colibri_tools.families.hyper import Hyper
 from colibri_tools.families.result import MappedResident, MappedRow
@@ -112,8 +112,11 @@ def _graph(facts: Facts) -> dict[str, Any]:
     if score is None:
         facts.lacks.append(f"router score of GGUF kind {hyper['gating']}")
     scale = hyper["attention_scale"]
+    constants = {k: v for k, v in facts.family.graph.items() if k not in _ADDED}
+    if not features.get("qk_norm", True):
+        constants["qk_norm"] = "none"
     return {
-        **{key: value for key, value in facts.family.graph.items() if key not in _ADDED},
+        **constants,
         "activation": activation or hyper["activation"],
         "router_score": score or f"gguf {hyper['gating']}",
         "n_heads": hyper["n_heads"],
@@ -148,7 +151,7 @@ _ABSENT = {
 """Switches that are written only where they say something: other models run in older readers."""
 
 
-_ADDED = frozenset(_ABSENT) | {"router_group_score", "latent_norm_eps"}
+_ADDED = frozenset(_ABSENT) | {"latent_norm_eps"}
 
 
 def _added(facts: Facts, windows: Sequence[int]) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def _added(facts: Facts, windows: Sequence[int]) -> dict[str, Any]:
     out = {key: value for key, value in values.items() if value != _ABSENT[key]}
     if "router_groups" in out:
         out["router_top_groups"] = hyper["router_top_groups"]
-        out["router_group_score"] = constants["router_group_score"]
+        out["router_group_score"] = GROUP_SCORES[ROUTER_SCORES[hyper["gating"]]]
     if constants["attention"] == "mla":
         out["value_dim"] = dims["value"]
         out["q_lora"] = dims["q_lora"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from colibri_tools.families.rows.arcee import AFMOE
+from colibri_tools.families.rows.baidu import ERNIE4_5_MOE
 from colibri_tools.families.rows.deepseek import DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3
+from colibri_tools.families.rows.lg import EXAONE_MOE
+from colibri_tools.families.rows.minimax import MINIMAX_M2
 from colibri_tools.families.rows.mixtral import MIXTRAL
-from colibri_tools.families.rows.olmo import OLMOE
+from colibri_tools.families.rows.olmo import FLEX_OLMO, OLMOE
 from colibri_tools.families.rows.qwen import QWEN2_MOE, QWEN3_MOE
+from colibri_tools.families.rows.rednote import DOTS1
+from colibri_tools.families.rows.zhipu import GLM4_MOE
 from colibri_tools.families.schema import Family
 
 __all__ = ["FAMILIES"]
@@ -15,8 +21,15 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2_MOE,
     QWEN3_MOE,
     OLMOE,
+    FLEX_OLMO,
     DEEPSEEK,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DOTS1,
+    GLM4_MOE,
+    ERNIE4_5_MOE,
+    MINIMAX_M2,
+    EXAONE_MOE,
+    AFMOE,
 )
 """All families, one row each, in the order of the documentation."""

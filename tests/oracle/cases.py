@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny_families as tf
+import row_models as rm
 import tiny_models as tm
 from tiny_models import TinySpec
 
@@ -56,6 +56,10 @@ _SEEDS = {
     "olmoe-yarn": 8,
     "qwen2_moe-yarn-keys": 8,
     "deepseek_v3-f32": 8,
+    "dots1-f32": 8,
+    "flex_olmo-f32": 8,
+    "flex_olmo-top1": 8,
+    "afmoe-top1": 8,
 }
 """Seeds of prompts that leave no router choice to the last bits; 7 elsewhere."""
 
@@ -128,7 +132,7 @@ _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 _YARN_ALL = {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
 
 
-ROW_FAMILIES = tuple(name for name in tf.RECIPES if name != "deepseek")
+ROW_FAMILIES = tuple(name for name in rm.RECIPES if name != "deepseek")
 
 _UNGROUPED = {"router_groups": 1, "router_top_groups": 1}
 

@@ -22,7 +22,7 @@ __all__ = [
 
 PLAIN = {"attention": "gqa", "norm": "rms", "activation": "silu"}
 SOFTMAX = {**PLAIN, "router_score": "softmax"}
-SIGMOID = {**PLAIN, "router_group_score": "top2", "router_norm_add": 1e-20}
+SIGMOID = {**PLAIN, "router_norm_add": 1e-20}
 """The router of DeepSeek-V3 and those that follow it; form defaults say `gating` 2."""
 
 DEFAULTS = {

@@ -86,7 +86,7 @@ DEEPSEEK_V2 = Family(
         windows="none",
     ),
     gguf=None,
-    graph={**PLAIN, **_LATENT, "router_group_score": "max"},
+    graph={**PLAIN, **_LATENT},
 )
 
 DEEPSEEK_V3 = Family(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from colibri_tools.container.format import Role
 from colibri_tools.families import common
 from colibri_tools.families.rows.base import (
     GGUF_DEFAULTS,
     GGUF_TENSORS,
     HF_DEFAULTS,
     HF_TENSORS,
+    PLAIN,
     SOFTMAX,
 )
-from colibri_tools.families.schema import Family, Form, Key
+from colibri_tools.families.schema import Family, Form, Key, TensorRule
 
-__all__ = ["OLMOE"]
+__all__ = ["FLEX_OLMO", "OLMOE"]
 
 OLMOE = Family(
     name="olmoe",
@@ -52,4 +54,45 @@ OLMOE = Family(
         layer_kinds=False,
     ),
     graph={**SOFTMAX, "qk_norm": "full"},
+)
+
+
+def _post_norm(name: str, role: Role) -> TensorRule:
+    return TensorRule("layers.{layer}." + name + ".weight", role, "layer", ("hidden",))
+
+
+FLEX_OLMO = Family(
+    name="flex_olmo",
+    hf=Form(
+        ids=("flex_olmo",),
+        architectures=("FlexOlmoForCausalLM", "FlexOlmoModel"),
+        prefixes=common.HF_PREFIXES,
+        tensors=(
+            *common.HF_MODEL,
+            *common.HF_PROJECTIONS,
+            *common.HF_QK_NORM_FULL,
+            _post_norm("post_attention_layernorm", Role.ATTN_POST_NORM),
+            _post_norm("post_feedforward_layernorm", Role.FFN_POST_NORM),
+            *common.HF_ROUTER,
+        ),
+        experts=common.HF_EXPERTS,
+        keys={
+            **common.HF_KEYS,
+            **common.HF_WIDTH_KEYS,
+            **common.HF_NORM_KEYS,
+            **common.HF_BIAS_KEYS,
+        },
+        defaults={
+            **HF_DEFAULTS,
+            "context_length": 4096,
+            "top_k": 5,
+            "rope_theta": 500000.0,
+            "eos_ids": (100257,),
+        },
+        rope_pairing="half",
+        drops=common.DROPS,
+        windows="none",
+    ),
+    gguf=None,
+    graph={**PLAIN, "qk_norm": "full", "pre_norm": False, "post_norm": True},
 )

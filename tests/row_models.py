@@ -32,6 +32,8 @@ class Recipe:
     spec: Mapping[str, Any] = field(default_factory=dict)
     hyper: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    leading_one: tuple[Role, ...] = ()
+    """Vectors that are stored as [1, n]."""
 
 
 BASE = TinySpec(
@@ -65,6 +67,37 @@ RECIPES: dict[str, Recipe] = {
         {**_LATENT, "router_scale": 2.5, "router_groups": 4, "router_top_groups": 2},
     ),
     "deepseek": Recipe(("shared",)),
+    "dots1": Recipe(
+        ("shared", "router_select_bias"),
+        {"window": 9},
+        {"router_scale": 2.5, "router_groups": 4, "router_top_groups": 2, "window_layers": 1},
+    ),
+    "glm4_moe": Recipe(
+        ("shared", "router_select_bias", "qk_norm", "qkv_bias"),
+        {"kv_heads": 4},
+        {"router_scale": 1.7, "router_groups": 1, "router_top_groups": 1, "qk_norm": True,
+         "qkv_bias": True},
+    ),
+    "ernie4_5_moe": Recipe(
+        ("shared", "router_select_bias"),
+        {"layers": 4, "dense_layers": (0, 2)},
+        {"moe_step": 2, "router_norm_min": 0.4, "last_moe": -1},
+        leading_one=(Role.ROUTER_SELECT_BIAS,),
+    ),
+    "minimax_m2": Recipe(
+        ("router_select_bias",), {"dense_layers": ()}, {"rope_dim": 8}
+    ),
+    "flex_olmo": Recipe((), {"dense_layers": (), "norm_topk": False}),
+    "exaone_moe": Recipe(
+        ("shared", "router_select_bias"),
+        {"window": 9},
+        {"router_scale": 2.5, "window_pattern": 2, "router_groups": 1, "router_top_groups": 1},
+    ),
+    "afmoe": Recipe(
+        ("shared", "router_select_bias"),
+        {"window": 9},
+        {"router_scale": 1.8, "window_pattern": 2, "scaled_embedding": True},
+    ),
 }  # fmt: skip
 
 
@@ -213,6 +246,8 @@ def tensors(family: str, spec: TinySpec) -> Tensors:
     for name, rule, _ in rules(form, spec, features(family, spec)):
         full = (prefix.heads[0] if rule.role is Role.OUTPUT else prefix.body) + name
         out[full] = _values(family, spec, rule, full)
+        if rule.role in RECIPES[family].leading_one:
+            out[full] = out[full].reshape(1, -1)
     for name, (rows, cols), gain in _experts(form, spec):
         out[prefix.body + name] = tm.matrix(prefix.body + name, (rows, cols), spec.seed, gain)
     return out
