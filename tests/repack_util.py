@@ -32,7 +32,8 @@ def mapped(path: Path) -> SourceMapping:
 
 def small_spec(family: str, **changes: Any) -> TinySpec:
     """A quick model for tests of names and metadata, still with no two dimensions equal."""
-    return tm.default_spec(family, **({"experts": 5, "width": 24} | changes))
+    changes = {"experts": 5, "width": 24, "shared_width": 48} | changes
+    return tm.default_spec(family, **changes)
 
 
 def small_hf(path: Path, family: str, **options: Any) -> Path:
@@ -77,13 +78,18 @@ def code(layer: int, expert: int, part: int, rows: int, cols: int) -> np.ndarray
     return (at + np.arange(rows)[:, None] * 128 + np.arange(cols)).astype(np.float32)
 
 
+def moe_layers(spec: TinySpec) -> list[int]:
+    """The layers that have experts."""
+    return [layer for layer in range(spec.layers) if layer not in spec.dense_layers]
+
+
 def coded(family: str, spec: TinySpec) -> Change:
     """A change of per-expert weights: every expert matrix gets its code."""
-    moe = "block_sparse_moe" if family == "mixtral" else "mlp"
-    names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    found = tm._names(family)
+    moe, names = found["moe"], (found["gate"], found["up"], found["down"])
 
     def change(weights: Weights) -> None:
-        for layer in range(spec.layers):
+        for layer in moe_layers(spec):
             for expert in range(spec.n_experts(layer)):
                 for part, name in enumerate(names):
                     key = f"model.layers.{layer}.{moe}.experts.{expert}.{name}.weight"
@@ -96,7 +102,7 @@ def check_codes(container: Path, spec: TinySpec) -> None:
     """Every value of every expert is where it belongs."""
     shapes = ((spec.width, spec.hidden), (spec.width, spec.hidden), (spec.hidden, spec.width))
     with colibri_tools.open(container) as found:
-        for row, layer in enumerate(range(spec.layers)):
+        for row, layer in enumerate(moe_layers(spec)):
             for expert in range(spec.n_experts(layer)):
                 for part, role in enumerate(PARTS):
                     expected = code(layer, expert, part, *shapes[part])

@@ -56,47 +56,51 @@ _LATENT = {"nope_dim": 10, "rope_dim": 6, "value_dim": 14, "kv_lora": 18, "q_lor
 
 RECIPES: dict[str, Recipe] = {
     "deepseek_v2": Recipe(
-        ("shared", "q_lora"),
-        {"kv_heads": 4},
+        ("shared", "q_lora", "split_kv_b"),
+        {"kv_heads": 4, "norm_topk": False},
         {**_LATENT, "router_scale": 1.5, "router_groups": 4, "router_top_groups": 2,
          "group_method": "group_limited_greedy"},
     ),
     "deepseek_v3": Recipe(
-        ("shared", "q_lora", "router_select_bias"),
+        ("shared", "q_lora", "router_select_bias", "split_kv_b"),
         {"kv_heads": 4},
         {**_LATENT, "router_scale": 2.5, "router_groups": 4, "router_top_groups": 2},
+        {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
-    "deepseek": Recipe(("shared",)),
+    "deepseek": Recipe(("shared",), {"norm_topk": False}),
     "dots1": Recipe(
         ("shared", "router_select_bias"),
-        {"window": 9},
+        {},
         {"router_scale": 2.5, "router_groups": 4, "router_top_groups": 2, "window_layers": 1},
+        {"scoring_func": "sigmoid"},
     ),
     "glm4_moe": Recipe(
         ("shared", "router_select_bias", "qk_norm", "qkv_bias"),
         {"kv_heads": 4},
         {"router_scale": 1.7, "router_groups": 1, "router_top_groups": 1, "qk_norm": True,
-         "qkv_bias": True},
+         "qkv_bias": True, "rope_partial": 0.5},
     ),
     "ernie4_5_moe": Recipe(
         ("shared", "router_select_bias"),
         {"layers": 4, "dense_layers": (0, 2)},
-        {"moe_step": 2, "router_norm_min": 0.4, "last_moe": -1},
+        {"moe_step": 2, "last_moe": -1},
         leading_one=(Role.ROUTER_SELECT_BIAS,),
     ),
     "minimax_m2": Recipe(
-        ("router_select_bias",), {"dense_layers": ()}, {"rope_dim": 8}
+        ("router_select_bias",), {"dense_layers": ()}, {"rope_dim": 8}, {"scoring_func": "sigmoid"}
     ),
     "flex_olmo": Recipe((), {"dense_layers": (), "norm_topk": False}),
     "exaone_moe": Recipe(
         ("shared", "router_select_bias"),
         {"window": 9},
         {"router_scale": 2.5, "window_pattern": 2, "router_groups": 1, "router_top_groups": 1},
+        {"scoring_func": "sigmoid"},
     ),
     "afmoe": Recipe(
         ("shared", "router_select_bias"),
-        {"window": 9},
-        {"router_scale": 1.8, "window_pattern": 2, "scaled_embedding": True},
+        {"window": 9, "layers": 4},
+        {"router_scale": 1.8, "window_pattern": 4, "scaled_embedding": True},
+        {"route_norm": True, "score_func": "sigmoid"},
     ),
 }  # fmt: skip
 
@@ -109,6 +113,20 @@ def family_row(family: str) -> Family:
 def default_spec(family: str, **changes: Any) -> TinySpec:
     """The asymmetric spec of a family; `more` is laid over the recipe's hyper-parameters."""
     return BASE.replace(**{**RECIPES[family].spec, **changes})
+
+
+def small_spec(family: str) -> TinySpec:
+    """Few tensors of each kind, all experts chosen, a window shorter than six tokens."""
+    recipe = RECIPES[family]
+    more = {"router_groups": 1, "router_top_groups": 1} if "router_groups" in recipe.hyper else {}
+    spec = default_spec(family, experts=3, top_k=3, vocab=19, width=10, shared_width=20, more=more)
+    if spec.window is not None:
+        spec = spec.replace(window=4)
+    if family != "ernie4_5_moe":  # whose second MoE layer is the fourth
+        spec = spec.replace(layers=2)
+    if family == "flex_olmo":  # with the usual seed, two experts hardly count
+        spec = spec.replace(seed=2)
+    return spec.replace(attention_bias=family in ("deepseek_v3", "flex_olmo", "afmoe", "dots1"))
 
 
 def features(family: str, spec: TinySpec) -> set[str]:
@@ -205,7 +223,7 @@ def rules(form: Form, spec: TinySpec, on: set[str]) -> Iterator[tuple[str, Tenso
     """(name without prefix, rule, layer) of every tensor outside the experts, a role once."""
     seen: set[tuple[Role, int]] = set()
     for rule in form.tensors:
-        if rule.feature not in (None, *on) or rule.unless in on:
+        if not {rule.feature, rule.needs} <= {None, *on} or rule.unless in on:
             continue
         if rule.role is Role.ROPE_FACTORS or (rule.role is Role.OUTPUT and spec.tied):
             continue
@@ -263,3 +281,95 @@ def _experts(form: Form, spec: TinySpec) -> Iterator[tuple[str, tuple[int, int],
             for expert in range(spec.experts if layer not in spec.dense_layers else 0):
                 name = rule.pattern.replace("{layer}", str(layer))
                 yield name.replace("{expert}", str(expert)), shape, gain
+
+
+# ---------------------------------------------------------------- GGUF
+
+SHARED_ROW = {"deepseek_v2": "deepseek_v3"}
+"""Families whose GGUF architecture belongs to the row of another."""
+
+
+def gguf_form(family: str) -> Form:
+    """The GGUF form of a family's architecture."""
+    form = family_row(SHARED_ROW.get(family, family)).gguf
+    assert form is not None
+    return form
+
+
+def gguf_values(
+    family: str, spec: TinySpec, weights: Tensors, *, old_experts: bool = False
+) -> dict[str, np.ndarray]:
+    """The weights under GGUF names: stacked experts, and what converters rearrange."""
+    hf, form, on = family_row(family).hf, gguf_form(family), features(family, spec)
+    prefix, by_slot, out = hf.prefixes[0], {}, {}
+    for name, rule, layer in rules(hf, spec, on):
+        full = (prefix.heads[0] if rule.role is Role.OUTPUT else prefix.body) + name
+        value = weights[full]
+        by_slot[rule.role, layer] = value[0] if rule.role in RECIPES[family].leading_one else value
+    permuted = (hf.rope_pairing, form.rope_pairing) == ("half", "adjacent")
+    for name, rule, layer in rules(form, spec, on):
+        value = _gguf_value(family, spec, rule.role, layer, by_slot)
+        if permuted and rule.role in (Role.ATTN_Q, Role.ATTN_K):
+            value = tm.permute(value, spec.heads if rule.role is Role.ATTN_Q else spec.kv_heads)
+        out[name] = value
+    for part in ("gate", "up", "down"):
+        rule = next(r for r in hf.experts if not r.stacked and r.parts[0].name == part.upper())
+        for layer in range(spec.layers):
+            if layer in spec.dense_layers:
+                continue
+            at = prefix.body + rule.pattern.replace("{layer}", str(layer))
+            stack = [weights[at.replace("{expert}", str(e))] for e in range(spec.experts)]
+            if old_experts:
+                for expert, value in enumerate(stack):
+                    out[f"blk.{layer}.ffn_{part}.{expert}.weight"] = value
+            else:
+                out[f"blk.{layer}.ffn_{part}_exps.weight"] = np.stack(stack)
+    return out
+
+
+def _gguf_value(
+    family: str,
+    spec: TinySpec,
+    role: Role,
+    layer: int,
+    by_slot: Mapping[tuple[Role, int], np.ndarray],
+) -> np.ndarray:
+    if role not in (Role.ATTN_K_B, Role.ATTN_V_B):
+        return by_slot[role, layer]
+    size = dims(family, spec)
+    kv_b = by_slot[Role.ATTN_KV_B, layer]
+    heads = kv_b.reshape(spec.heads, size["nope"] + size["value"], size["kv_lora"])
+    if role is Role.ATTN_K_B:
+        return np.ascontiguousarray(heads[:, : size["nope"]].swapaxes(1, 2))
+    return np.ascontiguousarray(heads[:, size["nope"] :])
+
+
+def gguf_metadata(family: str, spec: TinySpec) -> dict[str, Any]:
+    """The keys llama.cpp's converter writes, as far as the engine's graph depends on them."""
+    form, values = gguf_form(family), hyper(family, spec)
+    arch, rope = form.ids[0], dict(spec.rope or {})
+    if values.get("nope_dim"):
+        values["head_dim"] = values["nope_dim"] + values["rope_dim"]
+        values["n_kv_heads"] = 1 if "split_kv_b" in features(family, spec) else spec.heads
+    else:
+        values.setdefault("value_dim", spec.head_dim)
+    if "rope_partial" in values:
+        values["rope_dim"] = int(spec.head_dim * values["rope_partial"])
+    values |= {"rope_theta": spec.rope_theta or 1e4, "gating": _gating(family)}
+    if rope:
+        values |= {
+            "rope_kind": rope["rope_type"],
+            "rope_scale": rope["factor"],
+            "rope_original_context": rope.get("original_max_position_embeddings"),
+            "rope_log_multiplier": form.defaults["rope_log_unit"] * rope.get("mscale_all_dim", 0),
+        }
+    out: dict[str, Any] = {"general.type": "model", "general.name": f"tiny {family}"}
+    for name, key in form.keys.items():
+        if values.get(name) is not None:
+            kind = {"int": int, "float": float, "bool": bool}.get(key.kind, lambda value: value)
+            out[key.names[0].format(arch=arch)] = kind(values[name])
+    return out | tm.gguf_tokenizer(spec)
+
+
+def _gating(family: str) -> int:
+    return int(family_row(family).hf.defaults["gating"])

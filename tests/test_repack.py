@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import row_models as rm
 import tiny_models as tm
 from repack_util import (
     check_codes,
     code,
     coded,
+    moe_layers,
     refused,
     replace_key,
     small_gguf,
@@ -44,8 +46,12 @@ def _sha256(path: Path) -> str:
 # ---------------------------------------------------------------- fill values
 
 
+ALL_FAMILIES = (*tm.FAMILIES, *rm.RECIPES)
+IN_GGUF = [family for family in ALL_FAMILIES if family != "flex_olmo"]
+
+
 @pytest.mark.parametrize("form", ["per-expert", "fused", "mixed", "sharded"])
-@pytest.mark.parametrize("family", tm.FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_expert_value_of_a_hf_checkpoint_is_at_its_place(
     tmp_path: Path, family: str, form: str
 ) -> None:
@@ -69,7 +75,7 @@ def test_every_expert_value_of_a_hf_checkpoint_is_at_its_place(
 
 
 @pytest.mark.parametrize("form", ["stacked", "old per-expert", "fused", "split"])
-@pytest.mark.parametrize("family", tm.FAMILIES)
+@pytest.mark.parametrize("family", IN_GGUF)
 def test_every_expert_value_of_a_gguf_checkpoint_is_at_its_place(
     tmp_path: Path, family: str, form: str
 ) -> None:
@@ -80,7 +86,7 @@ def test_every_expert_value_of_a_gguf_checkpoint_is_at_its_place(
         coded(family, spec)(weights)
         values = tm.gguf_values(family, spec, weights, old_experts=form == "old per-expert")
         if form == "fused":
-            for layer in range(spec.layers):
+            for layer in moe_layers(spec):
                 gate, up = (values.pop(f"blk.{layer}.ffn_{p}_exps.weight") for p in ("gate", "up"))
                 fused = np.concatenate([gate, up], axis=1)
                 values[f"blk.{layer}.ffn_gate_up_exps.weight"] = fused
@@ -93,7 +99,7 @@ def test_every_expert_value_of_a_gguf_checkpoint_is_at_its_place(
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize("family", tm.FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_resident_tensor_is_carried_bit_for_bit(
     tmp_path: Path, family: str, dtype: str
 ) -> None:

@@ -619,6 +619,8 @@ def gguf_values(
     family: str, spec: TinySpec, weights: Tensors, *, old_experts: bool = False
 ) -> dict[str, np.ndarray]:
     """Canonical weights under GGUF names: stacked experts, llama's q/k order, 1-D shared gate."""
+    if family not in FAMILIES:
+        return _from_row().gguf_values(family, spec, weights, old_experts=old_experts)
     name = _names(family)
     parts = {name["gate"]: "gate", name["up"]: "up", name["down"]: "down"}
     out: dict[str, np.ndarray] = {}
@@ -772,6 +774,8 @@ def random_blocks(
 
 def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) -> dict[str, Any]:
     """The keys llama.cpp's converter writes, without the `general.architecture` of GGUFWriter."""
+    if family not in FAMILIES:
+        return _from_row().gguf_metadata(family, spec)
     arch = GGUF_ARCH[family]
     rope = rope_parameters(family, spec)
     out: dict[str, Any] = {
@@ -811,7 +815,12 @@ def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) 
     if rope["rope_type"] == "yarn":
         original = rope["original_max_position_embeddings"]
         out[f"{arch}.rope.scaling.original_context_length"] = original
-    out |= {
+    return out | gguf_tokenizer(spec)
+
+
+def gguf_tokenizer(spec: TinySpec) -> dict[str, Any]:
+    """The keys of a tokenizer that has an entry for every row of the embedding."""
+    return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>"] + [f"t{i}" for i in range(3, spec.vocab)],
@@ -820,7 +829,6 @@ def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) 
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
-    return out
 
 
 def _add_metadata(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
@@ -892,4 +900,5 @@ def write_gguf(
     if mutate is not None:
         stored = mutate(stored) or stored
     keys = gguf_metadata(family, spec) | dict(metadata or {})
-    return write_gguf_tensors(path, GGUF_ARCH[family], keys, stored, split=split)
+    arch = GGUF_ARCH[family] if family in FAMILIES else _from_row().gguf_form(family).ids[0]
+    return write_gguf_tensors(path, arch, keys, stored, split=split)

@@ -172,10 +172,11 @@ def _check_filled(census: Census) -> None:
     missing: list[str] = []
     for rule in census.form.tensors:
         layers = _layers_of(census, rule)
-        allowed.setdefault(rule.role, set()).update(layers)
+        possible = allowed.setdefault(rule.role, set())
+        if not _applies(census, rule):
+            continue
+        possible.update(layers)
         wanted = rule.feature is None or census.features[rule.feature]
-        if rule.unless is not None and census.features[rule.unless]:
-            wanted = False
         if wanted and not rule.optional and rule.role not in checked:
             checked.add(rule.role)
             missing += [
@@ -195,6 +196,12 @@ def _check_filled(census: Census) -> None:
             f"{len(misplaced)} tensors have no use in a layer of that kind: {quote_some(misplaced)}"
         )
     _check_experts_filled(census)
+
+
+def _applies(census: Census, rule: TensorRule) -> bool:
+    if rule.unless is not None and census.features[rule.unless]:
+        return False
+    return rule.needs is None or census.features[rule.needs]
 
 
 def _check_experts_filled(census: Census) -> None:

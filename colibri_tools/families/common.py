@@ -21,8 +21,10 @@ __all__ = [
     "GGUF_EXPERTS",
     "GGUF_KEYS",
     "GGUF_MODEL",
+    "GGUF_PROJECTIONS",
     "GGUF_QK_NORM_FULL",
     "GGUF_QK_NORM_HEAD",
+    "GGUF_QK_NORM_HEAD_OPTIONAL",
     "GGUF_QWEN_KEYS",
     "GGUF_ROUTED_KEYS",
     "GGUF_ROUTER",
@@ -61,11 +63,25 @@ __all__ = [
     "MTP_DROP",
     "REFUSALS",
     "ROUTER_SCORES",
+    "layer_rule",
     "select_bias",
 ]
 
 GATE, UP, DOWN = (PartRole.GATE,), (PartRole.UP,), (PartRole.DOWN,)
 GATE_UP = (PartRole.GATE, PartRole.UP)
+
+
+def layer_rule(
+    pattern: str,
+    role: Role,
+    *shape: str,
+    feature: str | None = None,
+    unless: str | None = None,
+    needs: str | None = None,
+) -> TensorRule:
+    """The rule of a tensor that every layer has."""
+    return TensorRule(pattern, role, "layer", shape, feature, unless, needs)
+
 
 # ---------------------------------------------------------------- Hugging Face names
 
@@ -225,10 +241,12 @@ GGUF_QK_NORM_HEAD = (
     _gguf("attn_q_norm.weight", Role.ATTN_Q_NORM, ("head",)),
     _gguf("attn_k_norm.weight", Role.ATTN_K_NORM, ("head",)),
 )
+GGUF_QK_NORM_HEAD_OPTIONAL = tuple(replace(rule, feature="qk_norm") for rule in GGUF_QK_NORM_HEAD)
 GGUF_QK_NORM_FULL = (
     _gguf("attn_q_norm.weight", Role.ATTN_Q_NORM, ("q",)),
     _gguf("attn_k_norm.weight", Role.ATTN_K_NORM, ("kv",)),
 )
+GGUF_PROJECTIONS = GGUF_ATTENTION[1:-1]
 GGUF_DENSE = (
     TensorRule("blk.{layer}.ffn_gate.weight", Role.DENSE_GATE, "dense", ("dense", "hidden")),
     TensorRule("blk.{layer}.ffn_up.weight", Role.DENSE_UP, "dense", ("dense", "hidden")),

@@ -111,9 +111,11 @@ def _last(value: Any) -> int | None:
     return -1 if value == -1 and not isinstance(value, bool) else _int(value)
 
 
-def _pattern(value: Any) -> int | str | None:
+def _pattern(value: Any) -> int | str | tuple[bool, ...] | None:
     if isinstance(value, str):
         return value if 0 < len(value) <= MAX_ITEMS else None
+    if isinstance(value, Sequence):
+        return _items(value, _bool) or None
     return _int(value)
 
 
@@ -163,7 +165,7 @@ _CHECKS: dict[str, Any] = {
 _EXPECTED = {
     "int": f"one whole number, 0 ... {MAX_INT}",
     "last": f"one whole number, -1 ... {MAX_INT}",
-    "pattern": f"one whole number, 0 ... {MAX_INT}, or a string",
+    "pattern": f"one whole number, 0 ... {MAX_INT}, a string, or a list of true and false",
     "float": "a finite number",
     "bool": "true or false",
     "str": "a string",

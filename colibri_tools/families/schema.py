@@ -33,7 +33,8 @@ Where = Literal["model", "layer", "moe", "dense"]
 """How often a tensor occurs: once, in every layer, in every MoE layer, in every dense layer."""
 
 KeyKind = Literal["int", "last", "float", "bool", "str", "ints", "strs", "pattern"]
-"""`last` is a whole number from -1, `pattern` a whole number or a string of letters."""
+"""`last` is a whole number from -1, `pattern` a whole number, a string of
+letters, or a list of true and false."""
 
 Windows = Literal["all", "layer_types", "pattern", "tail", "none"]
 """Which layers the sliding window applies to where `layer_types` do not say: every one; every
@@ -57,7 +58,8 @@ class TensorRule:
 
     `pattern` is a dotted name with `{layer}` where a number stands. `shape` names dimensions, outer
     first: the names of `checks.DIM_TEXT`. A tensor with a `feature` is there in all its layers or
-    in none, and its presence turns that switch on; one with `unless` is there where that is off.
+    in none, and its presence turns that switch on; one with `unless` is there where that is off,
+    one with `needs` can only be there where that is on.
     """
 
     pattern: str
@@ -66,6 +68,7 @@ class TensorRule:
     shape: tuple[str, ...]
     feature: str | None = None
     unless: str | None = None
+    needs: str | None = None
     group: Group = Group.EVERY_TOKEN
     optional: bool = False
 

@@ -229,7 +229,8 @@ def _windows(facts: Facts) -> list[int]:
     types = hyper["layer_types"] or _DERIVED_TYPES[facts.form.windows](hyper)
     if len(types) != n_layers:
         raise SourceError(
-            f"config.json: layer_types: expected {n_layers} entries, found {len(types)}"
+            f"{facts.detected.where}: types of layers: expected {n_layers} entries, "
+            f"found {len(types)}"
         )
     unknown = sorted(set(types) - {_SLIDING, _FULL})
     if unknown:
@@ -255,11 +256,13 @@ def _tail_types(hyper: Hyper) -> list[str]:
 
 
 def _pattern_types(hyper: Hyper) -> list[str]:
-    """Every n-th layer sees all, or L and G in turn; no pattern means no windows."""
+    """Every n-th layer sees all, or L and G in turn, or as listed; no pattern means no windows."""
     pattern, n_layers = hyper["window_pattern"], hyper["n_layers"]
     if not pattern or not hyper["window"]:
         return [_FULL] * n_layers
-    if isinstance(pattern, str):
+    if isinstance(pattern, tuple):
+        kinds = list(pattern)
+    elif isinstance(pattern, str):
         kinds = [pattern[layer % len(pattern)] == "L" for layer in range(n_layers)]
     else:
         kinds = [(layer + 1) % pattern != 0 for layer in range(n_layers)]
@@ -274,6 +277,8 @@ _DERIVED_TYPES: Mapping[str, Callable[[Hyper], list[str]]] = {
 
 
 def _check_gguf_window(facts: Facts, window: int) -> None:
+    if facts.form.windows == "pattern":
+        return
     pattern = facts.source.metadata.get(f"{facts.detected.arch}.attention.sliding_window_pattern")
     if facts.form.windows == "layer_types" or pattern is not None:
         facts.lacks.append(

@@ -55,11 +55,15 @@ _SEEDS = {
     "mixtral-llama3": 13,
     "olmoe-yarn": 8,
     "qwen2_moe-yarn-keys": 8,
-    "deepseek_v3-f32": 8,
-    "dots1-f32": 8,
     "flex_olmo-f32": 8,
     "flex_olmo-top1": 8,
-    "afmoe-top1": 8,
+    "deepseek_v3-f32": 8,
+    "deepseek-f32": 9,
+    "dots1-f32": 9,
+    "deepseek_v2-yarn": 22,
+    "deepseek_v3-yarn": 8,
+    "deepseek_v3-bias": 8,
+    "deepseek_v3-old-gguf": 8,
 }
 """Seeds of prompts that leave no router choice to the last bits; 7 elsewhere."""
 
@@ -132,13 +136,23 @@ _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 _YARN_ALL = {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
 
 
-ROW_FAMILIES = tuple(name for name in rm.RECIPES if name != "deepseek")
+ROW_FAMILIES = tuple(rm.RECIPES)
 
 _UNGROUPED = {"router_groups": 1, "router_top_groups": 1}
 
 
-def _row(name: str, family: str, prompts: tuple[int, ...] = (20,), **spec: Any) -> Case:
-    return Case(name, family, tm.default_spec(family, **spec), prompts=prompts, gguf=False)
+def _row(
+    name: str,
+    family: str,
+    prompts: tuple[int, ...] = (20,),
+    gguf: bool = True,
+    overrides: dict[str, Any] | None = None,
+    **spec: Any,
+) -> Case:
+    gguf = gguf and family != "flex_olmo"  # which has no architecture
+    spec = tm.default_spec(family, **spec)
+    positions = _LONG if prompts[0] > 100 else None
+    return Case(name, family, spec, "f32", overrides or {}, prompts, positions, gguf)
 
 
 def _cases() -> list[Case]:
@@ -194,7 +208,61 @@ def _row_cases() -> list[Case]:
             _row(f"{family}-top1", family, top_k=1),
             _row(f"{family}-topall", family, top_k=8, more=_UNGROUPED),
         ]
-    return out
+    return [*out, *_switch_cases()]
+
+
+_LATENT_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+_LITE_YARN = {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+
+
+def _switch_cases() -> list[Case]:
+    """What the usual spec of a family does not reach."""
+    return [
+        _row("deepseek_v2-yarn", "deepseek_v2", (232,), rope=_LITE_YARN),
+        _row("deepseek_v2-greedy", "deepseek_v2", gguf=False, more={"group_method": "greedy"}),
+        _row("deepseek_v3-yarn", "deepseek_v3", (232,), rope=_LATENT_YARN),
+        _row(
+            "deepseek_v3-no-q-lora",
+            "deepseek_v3",
+            features=("-q_lora",),
+            more={"q_lora": None},
+            attention_bias=True,
+        ),
+        _row("deepseek_v3-bias", "deepseek_v3", attention_bias=True),
+        _row("deepseek_v3-no-norm", "deepseek_v3", norm_topk=False),
+        _row("deepseek_v3-old-gguf", "deepseek_v3", features=("-split_kv_b",)),
+        _row(
+            "deepseek_v3-kimi",
+            "deepseek_v3",
+            more=_UNGROUPED,
+            overrides={"model_type": "kimi_k2"},
+        ),
+        _row("dots1-window", "dots1", (40,), gguf=False, window=9, attention_bias=True),
+        _row(
+            "glm4_moe-plain",
+            "glm4_moe",
+            features=("-qk_norm", "-qkv_bias"),
+            more={"qk_norm": False, "qkv_bias": False, "router_groups": 4, "router_top_groups": 2},
+        ),
+        _row("ernie4_5_moe-min", "ernie4_5_moe", gguf=False, more={"router_norm_min": 0.6}),
+        _row(
+            "ernie4_5_moe-end",
+            "ernie4_5_moe",
+            layers=3,
+            dense_layers=(0, 2),
+            more={"moe_step": 1, "last_moe": 1},
+            tied=True,
+        ),
+        _row("minimax_m2-all-rotary", "minimax_m2", more={"rope_dim": None}),
+        _row("flex_olmo-norm", "flex_olmo", norm_topk=True, attention_bias=True),
+        _row(
+            "afmoe-unscaled",
+            "afmoe",
+            gguf=False,
+            more={"scaled_embedding": False, "window_pattern": 2},
+            attention_bias=True,
+        ),
+    ]
 
 
 CASES = {case.name: case for case in [*_cases(), *_row_cases()]}

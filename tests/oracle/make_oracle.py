@@ -11,6 +11,7 @@ a position's logits, because another BLAS sums in another order (about 1e-6 is s
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -51,6 +54,23 @@ def load_model(path: Path) -> Any:
     return model.eval()
 
 
+def load_deepseek(path: Path, spec: tm.TinySpec) -> Any:
+    """The first DeepSeek-MoE, which transformers lacks: Llama with the experts of DeepSeek-V2."""
+    config = json.loads((path / "config.json").read_text())
+    for name in ("model_type", "architectures"):
+        del config[name]
+    llama = LlamaConfig(**config)
+    moe = DeepseekV2Config(**config, topk_method="greedy")
+    llama._attn_implementation = moe._experts_implementation = "eager"
+    model = LlamaForCausalLM(llama)
+    for i, layer in enumerate(model.model.layers):
+        if i not in spec.dense_layers:
+            layer.mlp = DeepseekV2Moe(moe)
+    weights = tm.fuse("deepseek", tm.read_hf(path))
+    model.load_state_dict({k: torch.tensor(v) for k, v in weights.items()}, strict=not spec.tied)
+    return model.eval()
+
+
 def prune(model: Any, case: Case) -> None:
     """Give the layers of a loaded model their own expert counts, which no config can express."""
     weights = tm.tensors(case.family, case.spec)
@@ -70,7 +90,7 @@ def build(case: Case, path: Path) -> Any:
     if overrides.get("model_type") in SAME_MODEL:
         overrides["model_type"] = SAME_MODEL[overrides["model_type"]]
     tm.write_hf(path, case.family, spec, dtype=case.dtype, overrides=overrides)
-    model = load_model(path)
+    model = load_deepseek(path, spec) if case.family == "deepseek" else load_model(path)
     if case.spec.experts_of_layer:
         prune(model, case)
     return model

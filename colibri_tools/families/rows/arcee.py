@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from colibri_tools.container.format import Role
 from colibri_tools.families import common
-from colibri_tools.families.rows.base import HF_DEFAULTS, SIGMOID
+from colibri_tools.families.rows.base import GGUF_DEFAULTS, HF_DEFAULTS, SIGMOID
 from colibri_tools.families.schema import Family, Form, Key, TensorRule
 
 __all__ = ["AFMOE"]
 
 
-def _hf(name: str, role: Role, shape: tuple[str, ...], where: str = "layer") -> TensorRule:
-    pattern = "layers.{layer}." + name
-    return TensorRule(pattern, role, "moe" if where == "moe" else "layer", shape)
+def _hf(name: str, role: Role, *shape: str) -> TensorRule:
+    return common.layer_rule("layers.{layer}." + name + ".weight", role, *shape)
+
+
+def _gguf(name: str, role: Role, *shape: str) -> TensorRule:
+    return common.layer_rule("blk.{layer}." + name + ".weight", role, *shape)
 
 
 AFMOE = Family(
@@ -25,13 +30,13 @@ AFMOE = Family(
             *common.HF_MODEL,
             *common.HF_PROJECTIONS,
             *common.HF_QK_NORM_HEAD,
-            _hf("input_layernorm.weight", Role.ATTN_NORM, ("hidden",)),
-            _hf("self_attn.gate_proj.weight", Role.ATTN_GATE, ("attended", "hidden")),
-            _hf("post_attention_layernorm.weight", Role.ATTN_POST_NORM, ("hidden",)),
-            _hf("pre_mlp_layernorm.weight", Role.FFN_NORM, ("hidden",)),
-            _hf("post_mlp_layernorm.weight", Role.FFN_POST_NORM, ("hidden",)),
+            _hf("input_layernorm", Role.ATTN_NORM, "hidden"),
+            _hf("self_attn.gate_proj", Role.ATTN_GATE, "attended", "hidden"),
+            _hf("post_attention_layernorm", Role.ATTN_POST_NORM, "hidden"),
+            _hf("pre_mlp_layernorm", Role.FFN_NORM, "hidden"),
+            _hf("post_mlp_layernorm", Role.FFN_POST_NORM, "hidden"),
             *common.HF_DENSE,
-            _hf("mlp.router.gate.weight", Role.ROUTER, ("experts", "hidden"), "moe"),
+            replace(common.HF_ROUTER[0], pattern="layers.{layer}.mlp.router.gate.weight"),
             common.select_bias("layers.{layer}.mlp.expert_bias"),
             *common.HF_SHARED_EXPERTS,
         ),
@@ -65,7 +70,34 @@ AFMOE = Family(
         drops=common.DROPS,
         windows="pattern",
     ),
-    gguf=None,
+    gguf=Form(
+        ids=("afmoe",),
+        tensors=(
+            *common.GGUF_MODEL,
+            *common.GGUF_PROJECTIONS,
+            *common.GGUF_QK_NORM_HEAD,
+            _gguf("attn_norm", Role.ATTN_NORM, "hidden"),
+            _gguf("attn_gate", Role.ATTN_GATE, "attended", "hidden"),
+            _gguf("post_attention_norm", Role.ATTN_POST_NORM, "hidden"),
+            _gguf("ffn_norm", Role.FFN_NORM, "hidden"),
+            _gguf("post_ffw_norm", Role.FFN_POST_NORM, "hidden"),
+            *common.GGUF_DENSE,
+            *common.GGUF_ROUTER,
+            *common.GGUF_SELECT_BIAS,
+            *common.GGUF_SHARED_EXPERTS,
+        ),
+        experts=common.GGUF_EXPERTS,
+        keys={
+            **common.GGUF_KEYS,
+            **common.GGUF_ROUTED_KEYS,
+            "window_pattern": Key("pattern", ("{arch}.attention.sliding_window_pattern",)),
+        },
+        defaults={**GGUF_DEFAULTS, "gating": 2, "window_pattern": 4, "scaled_embedding": True},
+        rope_pairing="half",
+        drops=common.DROPS,
+        windows="pattern",
+        layer_kinds=False,
+    ),
     graph={**SIGMOID, "qk_norm": "head", "attention_gate": True, "post_norm": True},
     rope_layers="sliding",
 )

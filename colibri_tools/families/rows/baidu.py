@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from colibri_tools.families import common
 from colibri_tools.families.rows.base import (
+    GGUF_DEFAULTS,
+    GGUF_TENSORS,
     HF_DEFAULTS,
     HF_TENSORS,
     PLAIN,
@@ -58,6 +60,25 @@ ERNIE4_5_MOE = Family(
         drops=common.DROPS,
         windows="none",
     ),
-    gguf=None,
+    gguf=Form(
+        ids=("ernie4_5-moe",),
+        tensors=(
+            *GGUF_TENSORS,
+            *common.GGUF_DENSE,
+            *common.GGUF_SELECT_BIAS,
+            *common.GGUF_SHARED_EXPERTS,
+        ),
+        experts=common.GGUF_EXPERTS,
+        keys={
+            **common.GGUF_KEYS,
+            **common.GGUF_ROUTED_KEYS,
+            "moe_step": Key("int", ("{arch}.interleave_moe_layer_step",)),
+        },
+        defaults={**GGUF_DEFAULTS, "router_norm": True, "router_norm_min": 6.103515625e-05},
+        rope_pairing="adjacent",
+        drops=common.DROPS,
+        windows="none",
+        layer_kinds=False,
+    ),
     graph={**PLAIN, "qk_norm": "none"},
 )

@@ -5,45 +5,75 @@ from __future__ import annotations
 from colibri_tools.container.format import Role
 from colibri_tools.families import common
 from colibri_tools.families.rows.base import (
+    GGUF_DEFAULTS,
+    GGUF_TENSORS,
     HF_DEFAULTS,
     HF_TENSORS,
     PLAIN,
     SIGMOID,
 )
-from colibri_tools.families.schema import Family, Form, Key, TensorRule
+from colibri_tools.families.schema import REQUIRED, Family, Form, Key, TensorRule
 
 __all__ = ["DEEPSEEK", "DEEPSEEK_V2", "DEEPSEEK_V3"]
 
 
-def _layer(
-    pattern: str, role: Role, shape: tuple[str, ...], feature: str | None = None, unless: str = ""
-) -> TensorRule:
-    return TensorRule(pattern, role, "layer", shape, feature, unless or None)
+def _hf(name: str, role: Role, *shape: str, **switch: str) -> TensorRule:
+    return common.layer_rule("layers.{layer}." + name, role, *shape, **switch)
 
 
-def _hf(name: str, role: Role, shape: tuple[str, ...], feature: str | None = None) -> TensorRule:
-    return _layer("layers.{layer}." + name, role, shape, feature)
+def _gguf(name: str, role: Role, *shape: str, **switch: str) -> TensorRule:
+    return common.layer_rule("blk.{layer}." + name, role, *shape, **switch)
 
 
 _HF_LATENT = (
     *common.HF_MODEL,
-    _hf("input_layernorm.weight", Role.ATTN_NORM, ("hidden",)),
-    _layer("layers.{layer}.self_attn.q_proj.weight", Role.ATTN_Q, ("q", "hidden"), None, "q_lora"),
-    _hf("self_attn.q_a_proj.weight", Role.ATTN_Q_A, ("q_lora", "hidden"), "q_lora"),
-    _hf("self_attn.q_a_proj.bias", Role.ATTN_Q_A_BIAS, ("q_lora",), "qkv_bias"),
-    _hf("self_attn.q_a_layernorm.weight", Role.ATTN_Q_A_NORM, ("q_lora",), "q_lora"),
-    _hf("self_attn.q_b_proj.weight", Role.ATTN_Q_B, ("q", "q_lora"), "q_lora"),
-    _hf("self_attn.kv_a_proj_with_mqa.weight", Role.ATTN_KV_A, ("latent", "hidden")),
-    _hf("self_attn.kv_a_proj_with_mqa.bias", Role.ATTN_KV_A_BIAS, ("latent",), "qkv_bias"),
-    _hf("self_attn.kv_a_layernorm.weight", Role.ATTN_KV_A_NORM, ("kv_lora",)),
-    _hf("self_attn.kv_b_proj.weight", Role.ATTN_KV_B, ("kv_b", "kv_lora")),
-    _hf("self_attn.o_proj.weight", Role.ATTN_O, ("hidden", "attended")),
-    _hf("self_attn.o_proj.bias", Role.ATTN_O_BIAS, ("hidden",), "o_bias"),
-    _hf("post_attention_layernorm.weight", Role.FFN_NORM, ("hidden",)),
+    _hf("input_layernorm.weight", Role.ATTN_NORM, "hidden"),
+    _hf("self_attn.q_proj.weight", Role.ATTN_Q, "q", "hidden", unless="q_lora"),
+    _hf("self_attn.q_a_proj.weight", Role.ATTN_Q_A, "q_lora", "hidden", feature="q_lora"),
+    _hf(
+        "self_attn.q_a_proj.bias",
+        Role.ATTN_Q_A_BIAS,
+        "q_lora",
+        feature="qkv_bias",
+        needs="q_lora",
+    ),
+    _hf("self_attn.q_a_layernorm.weight", Role.ATTN_Q_A_NORM, "q_lora", feature="q_lora"),
+    _hf("self_attn.q_b_proj.weight", Role.ATTN_Q_B, "q", "q_lora", feature="q_lora"),
+    _hf("self_attn.kv_a_proj_with_mqa.weight", Role.ATTN_KV_A, "latent", "hidden"),
+    _hf("self_attn.kv_a_proj_with_mqa.bias", Role.ATTN_KV_A_BIAS, "latent", feature="qkv_bias"),
+    _hf("self_attn.kv_a_layernorm.weight", Role.ATTN_KV_A_NORM, "kv_lora"),
+    _hf("self_attn.kv_b_proj.weight", Role.ATTN_KV_B, "kv_b", "kv_lora"),
+    _hf("self_attn.o_proj.weight", Role.ATTN_O, "hidden", "attended"),
+    _hf("self_attn.o_proj.bias", Role.ATTN_O_BIAS, "hidden", feature="o_bias"),
+    _hf("post_attention_layernorm.weight", Role.FFN_NORM, "hidden"),
     *common.HF_DENSE,
     *common.HF_ROUTER,
     *common.HF_SHARED_EXPERTS,
 )
+_GGUF_LATENT = (
+    *common.GGUF_MODEL,
+    _gguf("attn_norm.weight", Role.ATTN_NORM, "hidden"),
+    _gguf("attn_q.weight", Role.ATTN_Q, "q", "hidden", unless="q_lora"),
+    _gguf("attn_q_a.weight", Role.ATTN_Q_A, "q_lora", "hidden", feature="q_lora"),
+    _gguf("attn_q_a.bias", Role.ATTN_Q_A_BIAS, "q_lora", feature="qkv_bias", needs="q_lora"),
+    _gguf("attn_q_a_norm.weight", Role.ATTN_Q_A_NORM, "q_lora", feature="q_lora"),
+    _gguf("attn_q_b.weight", Role.ATTN_Q_B, "q", "q_lora", feature="q_lora"),
+    _gguf("attn_kv_a_mqa.weight", Role.ATTN_KV_A, "latent", "hidden"),
+    _gguf("attn_kv_a_mqa.bias", Role.ATTN_KV_A_BIAS, "latent", feature="qkv_bias"),
+    _gguf("attn_kv_a_norm.weight", Role.ATTN_KV_A_NORM, "kv_lora"),
+    _gguf("attn_kv_b.weight", Role.ATTN_KV_B, "kv_b", "kv_lora", unless="split_kv_b"),
+    _gguf("attn_k_b.weight", Role.ATTN_K_B, "heads", "kv_lora", "nope", feature="split_kv_b"),
+    _gguf("attn_v_b.weight", Role.ATTN_V_B, "heads", "value", "kv_lora", feature="split_kv_b"),
+    _gguf("attn_output.weight", Role.ATTN_O, "hidden", "attended"),
+    _gguf("attn_output.bias", Role.ATTN_O_BIAS, "hidden", feature="o_bias"),
+    _gguf("ffn_norm.weight", Role.FFN_NORM, "hidden"),
+    *common.GGUF_DENSE,
+    *common.GGUF_ROUTER,
+    *common.GGUF_SELECT_BIAS,
+    *common.GGUF_SHARED_EXPERTS,
+)
+"""Keys and values of the latents in one tensor, or (since 2025) in two, the first transposed."""
+
 _HF_LATENT_KEYS = {
     **common.HF_KEYS,
     **common.HF_BIAS_KEYS,
@@ -115,7 +145,28 @@ DEEPSEEK_V3 = Family(
         drops=common.DROPS,
         windows="none",
     ),
-    gguf=None,
+    gguf=Form(
+        ids=("deepseek2",),
+        tensors=_GGUF_LATENT,
+        experts=common.GGUF_EXPERTS,
+        keys={
+            **common.GGUF_KEYS,
+            **common.GGUF_ROUTED_KEYS,
+            "head_dim": Key(
+                "int", ("{arch}.attention.key_length_mla", "{arch}.attention.key_length")
+            ),
+            "value_dim": Key(
+                "int", ("{arch}.attention.value_length_mla", "{arch}.attention.value_length")
+            ),
+            "q_lora": Key("int", ("{arch}.attention.q_lora_rank",)),
+            "kv_lora": Key("int", ("{arch}.attention.kv_lora_rank",)),
+        },
+        defaults={**GGUF_DEFAULTS, "kv_lora": REQUIRED, "rope_log_unit": 0.1},
+        rope_pairing="adjacent",
+        drops=common.DROPS,
+        windows="none",
+        layer_kinds=False,
+    ),
     graph={**SIGMOID, **_LATENT},
 )
 
@@ -143,6 +194,16 @@ DEEPSEEK = Family(
         drops=common.DROPS,
         windows="none",
     ),
-    gguf=None,
+    gguf=Form(
+        ids=("deepseek",),
+        tensors=(*GGUF_TENSORS, *common.GGUF_DENSE, *common.GGUF_SHARED_EXPERTS),
+        experts=common.GGUF_EXPERTS,
+        keys={**common.GGUF_KEYS, **common.GGUF_ROUTED_KEYS},
+        defaults=GGUF_DEFAULTS,
+        rope_pairing="adjacent",
+        drops=common.DROPS,
+        windows="none",
+        layer_kinds=False,
+    ),
     graph={**PLAIN, "qk_norm": "none", "router_norm_add": 1e-20},
 )

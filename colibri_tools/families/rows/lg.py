@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from colibri_tools.families import common
 from colibri_tools.families.rows.base import (
+    GGUF_DEFAULTS,
+    GGUF_TENSORS,
     HF_DEFAULTS,
     HF_TENSORS,
     SIGMOID,
@@ -60,7 +62,27 @@ EXAONE_MOE = Family(
         drops=common.DROPS,
         windows="pattern",
     ),
-    gguf=None,
+    gguf=Form(
+        ids=("exaone-moe",),
+        tensors=(
+            *GGUF_TENSORS,
+            *common.GGUF_QK_NORM_HEAD,
+            *common.GGUF_DENSE,
+            *common.GGUF_SELECT_BIAS,
+            *common.GGUF_SHARED_EXPERTS,
+        ),
+        experts=common.GGUF_EXPERTS,
+        keys={
+            **common.GGUF_KEYS,
+            **common.GGUF_ROUTED_KEYS,
+            "window_pattern": Key("pattern", ("{arch}.attention.sliding_window_pattern",)),
+        },
+        defaults={**GGUF_DEFAULTS, "gating": 2, "window_pattern": 4},
+        rope_pairing="half",
+        drops=common.DROPS,
+        windows="pattern",
+        layer_kinds=False,
+    ),
     graph={**SIGMOID, "qk_norm": "head"},
     rope_layers="sliding",
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from colibri_tools.families import common
 from colibri_tools.families.rows.base import (
+    GGUF_DEFAULTS,
+    GGUF_TENSORS,
     HF_DEFAULTS,
     HF_TENSORS,
     PLAIN,
@@ -48,6 +50,16 @@ MINIMAX_M2 = Family(
         drops=common.DROPS,
         windows="none",
     ),
-    gguf=None,
+    gguf=Form(
+        ids=("minimax-m2",),
+        tensors=(*GGUF_TENSORS, *common.GGUF_QK_NORM_FULL, *common.GGUF_SELECT_BIAS),
+        experts=common.GGUF_EXPERTS,
+        keys={**common.GGUF_KEYS, **common.GGUF_ROUTED_KEYS},
+        defaults={**GGUF_DEFAULTS, "gating": 2, "router_norm": True},
+        rope_pairing="half",
+        drops=common.DROPS,
+        windows="none",
+        layer_kinds=False,
+    ),
     graph={**PLAIN, "qk_norm": "full"},
 )

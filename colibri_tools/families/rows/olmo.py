@@ -12,7 +12,7 @@ from colibri_tools.families.rows.base import (
     PLAIN,
     SOFTMAX,
 )
-from colibri_tools.families.schema import Family, Form, Key, TensorRule
+from colibri_tools.families.schema import Family, Form, Key
 
 __all__ = ["FLEX_OLMO", "OLMOE"]
 
@@ -57,10 +57,6 @@ OLMOE = Family(
 )
 
 
-def _post_norm(name: str, role: Role) -> TensorRule:
-    return TensorRule("layers.{layer}." + name + ".weight", role, "layer", ("hidden",))
-
-
 FLEX_OLMO = Family(
     name="flex_olmo",
     hf=Form(
@@ -71,8 +67,12 @@ FLEX_OLMO = Family(
             *common.HF_MODEL,
             *common.HF_PROJECTIONS,
             *common.HF_QK_NORM_FULL,
-            _post_norm("post_attention_layernorm", Role.ATTN_POST_NORM),
-            _post_norm("post_feedforward_layernorm", Role.FFN_POST_NORM),
+            common.layer_rule(
+                "layers.{layer}.post_attention_layernorm.weight", Role.ATTN_POST_NORM, "hidden"
+            ),
+            common.layer_rule(
+                "layers.{layer}.post_feedforward_layernorm.weight", Role.FFN_POST_NORM, "hidden"
+            ),
             *common.HF_ROUTER,
         ),
         experts=common.HF_EXPERTS,

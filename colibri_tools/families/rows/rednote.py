@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from colibri_tools.families import common
 from colibri_tools.families.rows.base import (
+    GGUF_DEFAULTS,
+    GGUF_TENSORS,
     HF_DEFAULTS,
     HF_TENSORS,
     SIGMOID,
@@ -48,6 +50,22 @@ DOTS1 = Family(
         drops=common.DROPS,
         windows="tail",
     ),
-    gguf=None,
+    gguf=Form(
+        ids=("dots1",),
+        tensors=(
+            *GGUF_TENSORS,
+            *common.GGUF_QK_NORM_HEAD,
+            *common.GGUF_DENSE,
+            *common.GGUF_SELECT_BIAS,
+            *common.GGUF_SHARED_EXPERTS,
+        ),
+        experts=common.GGUF_EXPERTS,
+        keys={**common.GGUF_KEYS, **common.GGUF_ROUTED_KEYS},
+        defaults={**GGUF_DEFAULTS, "gating": 2},
+        rope_pairing="half",
+        drops=common.DROPS,
+        windows="none",
+        layer_kinds=False,
+    ),
     graph={**SIGMOID, "qk_norm": "head"},
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from colibri_tools.container.format import Role
 from colibri_tools.families import common
 from colibri_tools.families.rows.base import (
+    GGUF_DEFAULTS,
     HF_DEFAULTS,
     HF_TENSORS,
     SIGMOID,
@@ -51,6 +53,26 @@ GLM4_MOE = Family(
         drops=common.DROPS,
         windows="none",
     ),
-    gguf=None,
+    gguf=Form(
+        ids=("glm4moe",),
+        tensors=(
+            *common.GGUF_MODEL,
+            *common.GGUF_PROJECTIONS,
+            *common.GGUF_QK_NORM_HEAD_OPTIONAL,
+            common.layer_rule("blk.{layer}.attn_norm.weight", Role.ATTN_NORM, "hidden"),
+            common.layer_rule("blk.{layer}.post_attention_norm.weight", Role.FFN_NORM, "hidden"),
+            *common.GGUF_DENSE,
+            *common.GGUF_ROUTER,
+            *common.GGUF_SELECT_BIAS,
+            *common.GGUF_SHARED_EXPERTS,
+        ),
+        experts=common.GGUF_EXPERTS,
+        keys={**common.GGUF_KEYS, **common.GGUF_ROUTED_KEYS},
+        defaults={**GGUF_DEFAULTS, "gating": 2},
+        rope_pairing="half",
+        drops=common.DROPS,
+        windows="none",
+        layer_kinds=False,
+    ),
     graph={**SIGMOID, "qk_norm": "head"},
 )
