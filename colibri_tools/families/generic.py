@@ -291,7 +291,7 @@ def _strange(mapping: SourceMapping) -> str:
     known = {
         rule.pattern.split(".")[2]
         for family in FAMILIES
-        for form in (family.hf, family.gguf)
+        for _, form in family.forms
         for rule in form.tensors
         if rule.pattern.startswith(("layers.{layer}.", "blk.{layer}."))
     }
