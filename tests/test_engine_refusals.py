@@ -96,6 +96,28 @@ def test_not_executable_says_why(tmp_path: Path) -> None:
     refused(path, JobError, "cannot be executed: router kind sigmoid")
 
 
+_GROUPS = {
+    "graph.router_groups": 4,
+    "graph.router_top_groups": 1,
+    "graph.router_group_score": "top2",
+}
+
+
+def test_an_unknown_group_score_is_named(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "m.colibri", **(_GROUPS | {"graph.router_group_score": "sum"}))
+    refused(path, JobError, "graph.router_group_score = 'sum' is not known")
+
+
+@pytest.mark.parametrize("more", [{"qk_norm": "head"}, {"clip_qkv": 1.0}, {"attention_gate": True}])
+def test_latent_attention_with_what_it_does_not_do_is_refused(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    latent = {"attention": "mla", "q_lora": 0, "kv_lora": 8, "latent_norm_eps": 1e-6} | more
+    changes = {f"graph.{key}": value for key, value in latent.items()}
+    path = make_model(tmp_path / "model.colibri", **changes)
+    refused(path, JobError, "latent attention with graph.qk_norm, clip_qkv or attention_gate")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -109,6 +131,15 @@ def test_not_executable_says_why(tmp_path: Path) -> None:
         ({"norm_eps": -1.0}, "graph.norm_eps: expected a finite number from 0, found -1"),
         ({"attention_scale": 1e300}, "graph.attention_scale: expected a finite number"),
         ({"context_length": 0}, "context_length: expected 1 to"),
+        ({"graph.rope_layers": [1]}, "graph.rope_layers: expected 3 entries, found 1"),
+        ({"graph.value_dim": 0}, "graph.value_dim: expected 1 to"),
+        ({"graph.router_norm_add": -1.0}, "graph.router_norm_add: expected a finite number from 0"),
+        ({"graph.attention": "mla"}, "expected key 'graph.q_lora' of type u64, found no such key"),
+        ({"graph.router_groups": 2}, "expected key 'graph.router_top_groups'"),
+        (_GROUPS | {"graph.router_top_groups": 5}, "graph.router_top_groups: expected 1 to 4"),
+        (_GROUPS | {"top_k": 4}, "12 experts in 4 groups, of which 1 are used, cannot give top_k"),
+        (_GROUPS | {"graph.router_groups": 5}, "12 experts in 5 groups"),
+        (_GROUPS | {"graph.router_groups": 12, "top_k": 1}, "12 experts in 12 groups"),
     ],
 )
 def test_numbers_out_of_bounds_are_named(

@@ -119,6 +119,28 @@ def test_old_and_new_configs_and_gguf_give_one_spec(tmp_path: Path, family: str)
     assert gguf == new
 
 
+@pytest.mark.parametrize("family", [name for name in rm.RECIPES if name != "flex_olmo"])
+def test_gguf_of_a_row_family_gives_the_spec_of_its_checkpoint(tmp_path: Path, family: str) -> None:
+    hf, gguf = map_hf(tmp_path, family).spec, map_gguf(tmp_path, family).spec
+    for key in ("graph.norm_eps", "graph.router_scale"):
+        assert np.float32(gguf.pop(key)) == np.float32(hf.pop(key))
+    pairing = (hf.pop("graph.rope_pairing"), gguf.pop("graph.rope_pairing"))
+    assert pairing[0] == pairing[1] or (family, *pairing) == ("deepseek", "half", "adjacent")
+    for spec in (hf, gguf):  # a row for two, and what GGUF has no key for
+        spec |= {"source_kind": "", "family": "", "graph.router_norm_min": 0.0}
+    assert gguf == hf
+
+
+def test_null_is_none_where_that_is_a_value(tmp_path: Path) -> None:
+    off = map_hf(tmp_path / "off", "dots1", overrides={"sliding_window": None}).spec
+    assert off["graph.windows"] == [0, 0, 0]
+    absent = map_hf(tmp_path / "absent", "dots1", overrides={"sliding_window": tm.DELETE}).spec
+    assert absent["graph.windows"] == [0, 4096, 4096]
+    heads = {"num_key_value_heads": None, "num_attention_heads": 2}
+    spec = small_spec("mixtral", heads=2)
+    assert map_hf(tmp_path, "mixtral", spec, overrides=heads).spec["graph.n_kv_heads"] == 2
+
+
 def test_parameters_are_counted_once_and_per_token(tmp_path: Path) -> None:
     spec = small_spec("qwen3_moe", tied=True)
     weights = tm.tensors("qwen3_moe", spec)

@@ -166,6 +166,18 @@ _SWITCHES = [
     ("qwen3_moe-linear", "qwen3_moe-long"),
     ("qwen3_moe-llama3", "qwen3_moe-long"),
     ("qwen3_moe-yarn", "qwen3_moe-long"),
+    ("deepseek_v2-greedy", "deepseek_v2-f32"),
+    ("deepseek_v2-yarn", "deepseek_v2-f32"),
+    ("deepseek_v3-yarn", "deepseek_v3-f32"),
+    ("deepseek_v3-no-norm", "deepseek_v3-f32"),
+    ("deepseek_v3-bias", "deepseek_v3-f32"),
+    ("deepseek_v3-kimi", "deepseek_v3-f32"),
+    ("dots1-window", "dots1-f32"),
+    ("glm4_moe-plain", "glm4_moe-f32"),
+    ("ernie4_5_moe-min", "ernie4_5_moe-f32"),
+    ("minimax_m2-all-rotary", "minimax_m2-f32"),
+    ("flex_olmo-norm", "flex_olmo-f32"),
+    ("afmoe-unscaled", "afmoe-f32"),
 ]
 
 
@@ -203,3 +215,49 @@ def test_one_token_equals_the_start_of_a_long_prompt(containers: Containers) -> 
         path = hf_container(containers, CASES[f"{family}-f32"])
         tokens = tm.prompt(48)
         assert np.array_equal(logits(path, tokens[:1])[0], logits(path, tokens)[0])
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "afmoe"])
+def test_batches_threads_and_caches_leave_the_bits_alone(
+    containers: Containers, family: str, form: str
+) -> None:
+    """Over several chunks of attention, and for latent attention in both written forms."""
+    spec = tm.default_spec(family, layers=2, max_position=640, heads=20, kv_heads=20)
+    path = getattr(containers, form)(family, spec)
+    tokens = tm.prompt(530, spec.vocab)
+    expected = logits(path, tokens, batch_size=256)
+    for threads, batch in ((1, 530), (3, 100), (2, 1)):
+        n = 300 if batch == 1 else 530
+        with Engine(path, threads=threads, batch_size=batch, ctx=600) as engine:
+            found = np.array(engine.forward(tokens[:n]))
+        assert np.array_equal(found, expected[:n]), (threads, batch)
+
+
+def test_value_heads_may_be_narrower_than_key_heads(containers: Containers) -> None:
+    """The same model twice: with value heads of 20, and with 12 columns of zeros in each."""
+    spec = tm.default_spec("qwen3_moe")
+    width, narrow = spec.head_dim, 20
+
+    def rows_of_heads(value: np.ndarray) -> np.ndarray:
+        return value.reshape(-1, width, value.shape[-1])
+
+    def pad(stored: dict[str, tm.GgufTensor]) -> None:
+        for name, tensor in stored.items():
+            if name.endswith("attn_v.weight"):
+                rows_of_heads(tensor.data)[:, narrow:] = 0
+
+    def cut(stored: dict[str, tm.GgufTensor]) -> None:
+        for name, tensor in stored.items():
+            data = tensor.data
+            if name.endswith("attn_v.weight"):
+                data = rows_of_heads(data)[:, :narrow].reshape(-1, spec.hidden)
+            elif name.endswith("attn_output.weight"):
+                data = data.reshape(spec.hidden, -1, width)[:, :, :narrow].reshape(spec.hidden, -1)
+            stored[name] = tm.GgufTensor(np.ascontiguousarray(data), tensor.type)
+
+    tokens = tm.prompt(20)
+    key = {"qwen3moe.attention.value_length": narrow}
+    padded = logits(containers.gguf("qwen3_moe", spec, mutate=pad), tokens)
+    cut_out = logits(containers.gguf("qwen3_moe", spec, mutate=cut, metadata=key), tokens)
+    assert cases.error(cut_out, padded) < 1e-5  # sums of another length

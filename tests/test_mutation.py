@@ -78,6 +78,21 @@ def test_changing_a_tensor_changes_the_logits(
     assert np.abs(found - base).max() > LEAST_CHANGE * (base.max() - base.min())
 
 
+@pytest.mark.parametrize("part", ["attn_k_b", "attn_v_b"])
+def test_changing_a_half_of_split_latents_changes_the_logits(
+    containers: Containers, part: str
+) -> None:
+    """The tensors that only GGUF has."""
+    spec, name = small("deepseek_v3"), f"blk.1.{part}.weight"
+
+    def mutate(stored: dict[str, tm.GgufTensor]) -> None:
+        stored[name] = tm.GgufTensor(disturb(name, stored[name].data), stored[name].type)
+
+    base = logits(containers.gguf("deepseek_v3", spec), PROMPT)[-1]
+    found = logits(containers.gguf("deepseek_v3", spec, mutate=mutate), PROMPT)[-1]
+    assert np.abs(found - base).max() > LEAST_CHANGE * (base.max() - base.min())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_disturbed_changes_nothing(
     containers: Containers, undisturbed: dict[str, np.ndarray], family: str

@@ -15,6 +15,9 @@ __all__ = ["Hyper", "config_levels", "read_hyper"]
 MAX_INT = (1 << 31) - 1
 MAX_ITEMS = 65536
 
+NULL_IS_A_VALUE = frozenset(("window", "head_dim", "n_kv_heads", "router_groups"))
+"""Where null does not mean the default but none: no window, a width that follows from others."""
+
 
 @dataclass(slots=True)
 class Hyper:
@@ -42,7 +45,8 @@ def config_levels(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def read_hyper(form: Form, levels: Sequence[Mapping[str, Any]], where: str, arch: str) -> Hyper:
-    """Read every key of `form` from `levels`, the first that has it winning.
+    """Read every key of `form` from `levels`, the first that has it winning. Null counts as
+    absent, but for `NULL_IS_A_VALUE`.
 
     `where` names the source in messages, `arch` fills `{arch}`. Raises SourceError for a value of a
     wrong type or size, and for a required one that is missing.
@@ -53,6 +57,8 @@ def read_hyper(form: Form, levels: Sequence[Mapping[str, Any]], where: str, arch
         searched = levels[::-1] if name == "tied" else levels
         found = _lookup(key, searched, arch)
         if found is None:
+            if name in NULL_IS_A_VALUE and _has_null(key, searched):
+                hyper.values[name] = None
             continue
         full_name, value = found
         hyper.values[name] = _checked(key, value, f"{where}: {full_name}")
@@ -72,6 +78,10 @@ def _lookup(key: Key, levels: Sequence[Mapping[str, Any]], arch: str) -> tuple[s
             if level.get(full) is not None:
                 return full, level[full]
     return None
+
+
+def _has_null(key: Key, levels: Sequence[Mapping[str, Any]]) -> bool:
+    return any(name in level for level in levels for name in key.names)
 
 
 def _warn_disagreement(

@@ -33,20 +33,21 @@ and every stored tensor is shown to matter (`tests/test_mutation.py`).
 
 ## What is executed
 
-Grouped-query attention with a sliding window per layer, RMS norm, rope (default, linear, llama3
-and yarn scaling, which become angular frequencies at conversion), SiLU-gated experts, softmax
-routing with and without normalised weights, shared experts with and without a sigmoid gate, dense
-layers between MoE layers, tied output matrices, biases of attention projections. Weights of every
-type that gguf decodes. Rope scaling that depends on the length of the text (dynamic, longrope) is
-refused by `run`.
-
-## Written forms of experts
+Grouped-query attention with a sliding window per layer, latent attention (MLA) with a compressed
+KV, gated attention, layers without rope, RMS norm of inputs and outputs, rope (default, linear,
+llama3 and yarn scaling, which become angular frequencies at conversion; on all or a part of a
+head), SiLU-gated experts, softmax and sigmoid routing with and without normalised weights, within
+the best groups of experts and with a bias on the choice, shared experts with and without a sigmoid
+gate, dense layers between MoE layers, tied output matrices, biases of attention projections.
+Weights of every type that gguf decodes. Rope scaling that depends on the length of the text
+(dynamic, longrope) is refused by `run`.
 """
+_FORMS = "\n## Written forms of experts\n"
 
 
 def families_page() -> str:
     """Return the page as Markdown."""
-    parts = [_INTRO, *map(_row, FAMILIES), _ORACLE, *_forms(), *_defaults(), *_rules()]
+    parts = [_INTRO, *map(_row, FAMILIES), _ORACLE, *_limits(), *_forms(), *_defaults(), *_rules()]
     return "".join(parts)
 
 
@@ -63,6 +64,14 @@ def _row(family: Family) -> str:
 def _score(family: Family) -> str:
     scores = {form.defaults["gating"]: None for _, form in family.forms}
     return " or ".join(ROUTER_SCORES[number] for number in scores)
+
+
+def _limits() -> Iterator[str]:
+    yield "\n## Known limits\n\n| family | limit |\n| --- | --- |\n"
+    for family in FAMILIES:
+        for limit in family.limits:
+            yield f"| {family.name} | {limit} |\n"
+    yield _FORMS
 
 
 def _forms() -> Iterator[str]:

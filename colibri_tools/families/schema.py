@@ -168,7 +168,7 @@ class Family:
 
     `graph` holds spec keys (without `graph.`) that are constants of the family. `gguf` is None
     where no GGUF architecture is mapped by this row. `rope_layers` says which layers rotate: all,
-    or those with a sliding window.
+    or those with a sliding window. `limits` are sentences on what cannot be told or run.
     """
 
     name: str
@@ -176,6 +176,7 @@ class Family:
     gguf: Form | None
     graph: Mapping[str, Any] = field(default_factory=dict)
     rope_layers: Literal["all", "sliding"] = "all"
+    limits: tuple[str, ...] = ()
 
     def form(self, source_kind: str) -> Form:
         """Return the description for "safetensors" or "gguf", which must be there."""

@@ -150,6 +150,11 @@ static colibri_status read_kv_sizes(loader *l) {
   g->kv_key_dim = g->head_dim;
   g->kv_value_dim = g->value_dim;
   if (g->attention != CLB_ATTENTION_MLA) return COLIBRI_OK;
+  if (g->qk_norm != CLB_QK_NORM_NONE || g->clip_qkv > 0 || g->attention_gate) {
+    return clb_fail(
+        l->error, COLIBRI_ERROR_UNSUPPORTED,
+        "spec: latent attention with graph.qk_norm, clip_qkv or attention_gate is not known to this version");
+  }
   CLB_TRY(read_u64(l, "graph.q_lora", 0, MAX_WIDTH, &g->q_lora));
   CLB_TRY(read_u64(l, "graph.kv_lora", 1, MAX_WIDTH, &g->kv_lora));
   CLB_TRY(read_f64(l, "graph.latent_norm_eps", 0, &g->latent_norm_eps));

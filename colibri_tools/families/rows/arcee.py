@@ -100,4 +100,5 @@ AFMOE = Family(
     ),
     graph={**SIGMOID, "qk_norm": "head", "attention_gate": True, "post_norm": True},
     rope_layers="sliding",
+    limits=("GGUF does not tell mup_enabled: embeddings are scaled, as llama.cpp does",),
 )

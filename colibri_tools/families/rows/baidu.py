@@ -81,4 +81,8 @@ ERNIE4_5_MOE = Family(
         layer_kinds=False,
     ),
     graph={**PLAIN, "qk_norm": "none"},
+    limits=(
+        "biases of feed-forward networks (use_bias) are refused as unknown tensors",
+        "GGUF does not tell moe_norm_min: llama.cpp's 2^-14 is used",
+    ),
 )

@@ -117,6 +117,10 @@ DEEPSEEK_V2 = Family(
     ),
     gguf=None,
     graph={**PLAIN, **_LATENT},
+    limits=(
+        "its GGUF architecture, `deepseek2`, is mapped by the row of deepseek_v3",
+        "norm_topk_prob is not read, as transformers does not read it",
+    ),
 )
 
 DEEPSEEK_V3 = Family(
@@ -168,6 +172,9 @@ DEEPSEEK_V3 = Family(
         layer_kinds=False,
     ),
     graph={**SIGMOID, **_LATENT},
+    limits=(
+        "GGUF holds no `topk_method`: groups of a softmax router are rated by their best expert",
+    ),
 )
 
 DEEPSEEK = Family(
@@ -206,4 +213,8 @@ DEEPSEEK = Family(
         layer_kinds=False,
     ),
     graph={**PLAIN, "qk_norm": "none", "router_norm_add": 1e-20},
+    limits=(
+        "transformers has no such class: checked against Llama with the experts of DeepSeek-V2",
+        "weights that are normalised (norm_topk_prob) are not checked against a reference",
+    ),
 )

@@ -85,4 +85,5 @@ EXAONE_MOE = Family(
     ),
     graph={**SIGMOID, "qk_norm": "head"},
     rope_layers="sliding",
+    limits=("the multi-token-prediction block is left out",),
 )

@@ -95,4 +95,5 @@ FLEX_OLMO = Family(
     ),
     gguf=None,
     graph={**PLAIN, "qk_norm": "full", "pre_norm": False, "post_norm": True},
+    limits=("llama.cpp has no such architecture",),
 )

@@ -68,4 +68,5 @@ DOTS1 = Family(
         layer_kinds=False,
     ),
     graph={**SIGMOID, "qk_norm": "head"},
+    limits=("GGUF does not tell sliding windows: such a file runs without them",),
 )
