@@ -131,6 +131,27 @@ def test_gguf_of_a_row_family_gives_the_spec_of_its_checkpoint(tmp_path: Path, f
     assert gguf == hf
 
 
+_MTP = {
+    "deepseek_v3": ["model.layers.3.eh_proj.weight", "model.layers.3.mlp.gate.weight"],
+    "glm4_moe": ["model.layers.3.shared_head.norm.weight", "model.layers.3.enorm.weight"],
+    "ernie4_5_moe": ["model.mtp_block.0.norm1.weight", "model.mtp_linear_proj.0.weight"],
+    "exaone_moe": ["mtp.fc.weight", "mtp.layers.0.input_layernorm.weight"],
+}
+
+
+@pytest.mark.parametrize("family", _MTP)
+def test_case_1_5_multi_token_prediction_of_these_families_is_left_out(
+    tmp_path: Path, family: str
+) -> None:
+    def add(weights: dict[str, Any]) -> None:
+        weights |= {name: np.ones((4, 4), np.float32) for name in _MTP[family]}
+
+    plain = map_hf(tmp_path / "plain", family)
+    more = map_hf(tmp_path / "more", family, mutate=add, overrides={"num_nextn_predict_layers": 1})
+    assert more.dropped["mtp"] == sorted(_MTP[family])
+    assert more.spec == plain.spec
+
+
 def test_null_is_none_where_that_is_a_value(tmp_path: Path) -> None:
     off = map_hf(tmp_path / "off", "dots1", overrides={"sliding_window": None}).spec
     assert off["graph.windows"] == [0, 0, 0]

@@ -398,7 +398,7 @@ DROPS = (
 
 MTP_DROP = DropRule(
     "mtp",
-    r"(?:model\.)?(?:mtp|mtp_layers|mtp_block)\..+",
+    r"(?:model\.)?mtp(?:_layers|_block|_emb_norm|_hidden_norm|_linear_proj)?\..+",
     "a multi-token-prediction layer, which the engine does not run; also every tensor of a layer at"
     " or beyond the layers of the model, if the metadata announce it or it has an eh_proj",
 )

@@ -232,6 +232,7 @@ def _switch_cases() -> list[Case]:
             attention_bias=True,
         ),
         _row("deepseek_v3-bias", "deepseek_v3", attention_bias=True),
+        _row("deepseek_v3-eps", "deepseek_v3", norm_eps=0.25),
         _row("deepseek_v3-no-norm", "deepseek_v3", norm_topk=False),
         _row("deepseek_v3-old-gguf", "deepseek_v3", features=("-split_kv_b",)),
         _row(
