@@ -15,7 +15,7 @@ from colibri_tools.container.reader import ResidentTensor
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import JobError, SourceError, quote
 from colibri_tools.families.detect import Detected, detect_family
-from colibri_tools.families.schema import BIASES, Form
+from colibri_tools.families.schema import BIASES, HEAD_ROLES, Form
 from colibri_tools.sources import Source, SourceFile, SourceTensor, parse_gguf_metadata
 from colibri_tools.sources.catalog import SourceParts
 from colibri_tools.sources.gguf import METADATA_BLOB
@@ -113,7 +113,7 @@ def _form_names(container: Container, form: Form) -> tuple[TensorName, PartName]
         rule = residents.get(Role(tensor.role)) if tensor.role in set(Role) else None
         if rule is None:
             raise _nameless(container, f"tensor {quote(tensor.name)}")
-        first = prefix.heads[0] if rule.role is Role.OUTPUT else prefix.body
+        first = prefix.heads[0] if rule.role in HEAD_ROLES else prefix.body
         return first + rule.pattern.format(layer=tensor.layer)
 
     def part_name(layer: int, expert: int, part: PartRole) -> str:

@@ -794,7 +794,8 @@ typedef struct {
   uint16_t first, last;
 } role_range;
 
-static const role_range kRoleRanges[] = {{0, 4}, {16, 28}, {32, 35}, {40, 42}, {48, 51}, {64, 73}};
+static const role_range kRoleRanges[] = {{0, 4},   {7, 8},   {16, 28}, {30, 31}, {32, 35},
+                                         {38, 39}, {40, 42}, {48, 51}, {64, 73}};
 
 static bool is_known_role(uint16_t role) {
   for (size_t i = 0; i < sizeof kRoleRanges / sizeof kRoleRanges[0]; i++) {

@@ -155,7 +155,6 @@ def make_model(
     resize: Role | None = None,
     poison: Role | None = None,
     zero: Role | None = None,
-    expert_biases: bool = False,
     blobs: dict[str, bytes] | None = None,
     extra: list[ResidentItem] | None = None,
     **changes: Any,
@@ -183,8 +182,6 @@ def make_model(
         # 40 columns fit no quant block
         down_type = dtype if dtype.block_weights == 1 else dtype_by_name("f32")
         parts = [gate, up, PartSpec(PartRole.DOWN, down_type, hidden, WIDTH)]
-        if expert_biases:
-            parts.append(PartSpec(PartRole.GATE_BIAS, dtype_by_name("f32"), 1, WIDTH))
         layouts.append(tuple(parts))
     assigned = tuple(e % len(layouts) for e in range(EXPERTS))
     rows = [

@@ -102,7 +102,9 @@ def check_codes(container: Path, spec: TinySpec) -> None:
     """Every value of every expert is where it belongs."""
     shapes = ((spec.width, spec.hidden), (spec.width, spec.hidden), (spec.hidden, spec.width))
     with colibri_tools.open(container) as found:
-        for row, layer in enumerate(moe_layers(spec)):
+        layers = moe_layers(spec)
+        assert [row.layer for row in found.rows] == list(layers)
+        for row, layer in enumerate(layers):
             for expert in range(spec.n_experts(layer)):
                 for part, role in enumerate(PARTS):
                     expected = code(layer, expert, part, *shapes[part])

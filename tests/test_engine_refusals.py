@@ -68,10 +68,10 @@ def _only_layer(role: Role) -> int:
     ("key", "value"),
     [
         ("graph.attention", "linear"),
-        ("graph.norm", "layer"),
+        ("graph.norm", "batch"),
         ("graph.activation", "gelu"),
         ("graph.router_score", "tanh"),
-        ("graph.qk_norm", "l2"),
+        ("graph.qk_norm", "cosine"),
         ("graph.rope_pairing", "odd"),
     ],
 )
@@ -175,11 +175,6 @@ def test_optional_tensors_are_no_matter(tmp_path: Path) -> None:
 def test_a_type_that_is_no_weight_is_refused(tmp_path: Path) -> None:
     path = make_model(tmp_path / "model.colibri", dtypes={Role.ATTN_Q: "i32"})
     refused(path, JobError, "0.attn_q", "type number 26 is not executed")
-
-
-def test_expert_biases_are_refused(tmp_path: Path) -> None:
-    path = make_model(tmp_path / "model.colibri", expert_biases=True)
-    refused(path, JobError, "expert biases are not executed by this version")
 
 
 def flip(path: Path, offset: int) -> None:

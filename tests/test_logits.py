@@ -26,9 +26,9 @@ PLAIN = [
 ]
 PLAIN_IN_GGUF = [param for param in PLAIN if param.values[0].gguf]
 
-REARRANGED = ("mixtral", "deepseek", "deepseek_v2", "deepseek_v3")
-"""Families whose GGUF form is summed in another order: rotated pairs as neighbours (arch llama and
-deepseek), or the keys of latents transposed (deepseek2)."""
+REARRANGED = ("mixtral", "granitemoe", "granitemoeshared", "deepseek", "deepseek_v2", "deepseek_v3")
+"""Families whose GGUF form is summed in another order: rotated pairs as neighbours (arch llama,
+granitemoe and deepseek), or the keys of latents transposed (deepseek2)."""
 
 # Not llama3: GGUF stores its factors as float32, so the frequencies differ by rounding.
 SAME_NUMBERS = [
@@ -102,6 +102,14 @@ def test_fused_form_gives_identical_logits(containers: Containers, case: Case) -
     assert np.array_equal(plain, fused)
 
 
+@pytest.mark.parametrize("case", [p for p in PLAIN if p.values[0].family in tm.more.FAMILIES])
+def test_unfused_form_gives_identical_logits(containers: Containers, case: Case) -> None:
+    """One tensor per expert matrix, as a container has them too: respec names them so."""
+    tokens = case.tokens(0)
+    plain = logits(hf_container(containers, case), tokens)
+    assert np.array_equal(plain, logits(hf_container(containers, case, "unfused"), tokens))
+
+
 @pytest.mark.parametrize("case", SAME_NUMBERS)
 def test_gguf_and_hf_give_identical_logits(containers: Containers, case: Case) -> None:
     """Same numbers, same graph: the same bits, whatever the source."""
@@ -163,6 +171,15 @@ _SWITCHES = [
     ("olmoe-norm", "olmoe-f32"),
     ("olmoe-clip", "olmoe-f32"),
     ("olmoe-bias", "olmoe-f32"),
+    ("granitemoe-bias", "granitemoe-f32"),
+    ("granitemoe-llama3", "granitemoe-f32"),
+    ("hunyuan_v1_moe-bias", "hunyuan_v1_moe-f32"),
+    ("hunyuan_v1_moe-alpha", "hunyuan_v1_moe-f32"),
+    ("gpt_oss-limit", "gpt_oss-f32"),
+    ("phimoe-plain", "phimoe-f32"),
+    ("phimoe-jitter", "phimoe-f32"),
+    ("llama4-chunk", "llama4-f32"),
+    ("llama4-plain", "llama4-f32"),
     ("qwen3_moe-linear", "qwen3_moe-long"),
     ("qwen3_moe-llama3", "qwen3_moe-long"),
     ("qwen3_moe-yarn", "qwen3_moe-long"),
@@ -211,7 +228,7 @@ def test_shipped_checkpoint_as_gguf_gives_identical_logits(containers: Container
 
 
 def test_one_token_equals_the_start_of_a_long_prompt(containers: Containers) -> None:
-    for family in tm.FAMILIES:
+    for family in tm.ALL_FAMILIES:
         path = hf_container(containers, CASES[f"{family}-f32"])
         tokens = tm.prompt(48)
         assert np.array_equal(logits(path, tokens[:1])[0], logits(path, tokens)[0])

@@ -36,6 +36,21 @@ GGUF_ARCH = {
     "olmoe": "olmoe",
 }
 
+
+def gguf_arch(family: str) -> str:
+    """The GGUF architecture of a family."""
+    row = more.FAMILIES.get(family)
+    if row is not None:
+        return row.arch
+    return GGUF_ARCH[family] if family in FAMILIES else str(_from_row().gguf_form(family).ids[0])
+
+
+def gguf_permuted(family: str) -> bool:
+    """True if rotated pairs of q and k are neighbours in GGUF and half a head apart elsewhere."""
+    row = more.FAMILIES.get(family)
+    return family == "mixtral" if row is None else row.gguf_permuted
+
+
 DELETE = object()
 """As a value of a config or metadata override: leave the key out."""
 
@@ -90,10 +105,12 @@ class TinySpec:
 
 def default_spec(family: str, **changes: Any) -> TinySpec:
     """The asymmetric spec of a family."""
-    if family not in FAMILIES:
+    if family not in ALL_FAMILIES:
         return _from_row().default_spec(family, **changes)
     spec = TinySpec()
-    if family == "qwen3_moe":
+    if family in more.FAMILIES:
+        spec = spec.replace(**more.FAMILIES[family].spec)
+    elif family == "qwen3_moe":
         spec = spec.replace(head_dim=32)  # q is 256 wide where hidden is 64
     elif family in ("olmoe", "qwen2_moe"):  # both derive head_dim: heads * head_dim == hidden
         spec = spec.replace(heads=4, explicit_head_dim=False)
@@ -181,7 +198,9 @@ def _names(family: str) -> dict[str, str]:
 def tensors(family: str, spec: TinySpec | None = None) -> Tensors:
     """All weights as float32 under canonical Hugging Face names, one tensor per expert."""
     spec = spec or default_spec(family)
-    if family not in FAMILIES:
+    if family in more.FAMILIES:
+        return more.tensors(more.FAMILIES[family], spec)
+    if family not in ALL_FAMILIES:
         return _from_row().tensors(family, spec)
     out: Tensors = {}
 
@@ -297,19 +316,25 @@ _ARCHITECTURE = {
 }
 
 
+def _architecture(family: str) -> str:
+    if family in more.FAMILIES:
+        return more.FAMILIES[family].architecture
+    return _ARCHITECTURE[family]
+
+
 def norm_topk(family: str, spec: TinySpec) -> bool:
     """Whether the chosen router weights are divided by their sum."""
-    return _NORM_TOPK[family] if spec.norm_topk is None else spec.norm_topk
+    return _NORM_TOPK.get(family, True) if spec.norm_topk is None else spec.norm_topk
 
 
 def norm_eps(family: str, spec: TinySpec) -> float:
     """What is added to the mean of squares in every norm."""
-    return _RMS_EPS[family] if spec.norm_eps is None else spec.norm_eps
+    return _RMS_EPS.get(family, 1e-5) if spec.norm_eps is None else spec.norm_eps
 
 
 def rope_parameters(family: str, spec: TinySpec) -> dict[str, Any]:
     """`rope_parameters` of config.json."""
-    theta = _ROPE_THETA[family] if spec.rope_theta is None else spec.rope_theta
+    theta = _ROPE_THETA.get(family, 1e4) if spec.rope_theta is None else spec.rope_theta
     return {"rope_theta": theta, "rope_type": "default", **(spec.rope or {})}
 
 
@@ -323,10 +348,10 @@ def config(
 ) -> dict[str, Any]:
     """config.json as transformers 5.24 saves it; with `old`, as releases before 5 did."""
     spec = spec or default_spec(family)
-    if family not in FAMILIES:
+    if family not in ALL_FAMILIES:
         return _from_row().config(family, spec, dtype=dtype, overrides=overrides)
     out: dict[str, Any] = {
-        "architectures": [_ARCHITECTURE[family]],
+        "architectures": [_architecture(family)],
         "attention_dropout": 0.0,
         "bos_token_id": 1,
         "dtype": _TORCH_DTYPE[dtype],
@@ -335,7 +360,7 @@ def config(
         "hidden_size": spec.hidden,
         "initializer_range": 0.02,
         "max_position_embeddings": spec.max_position,
-        "model_type": family,
+        "model_type": more.FAMILIES[family].model_type if family in more.FAMILIES else family,
         "num_attention_heads": spec.heads,
         "num_experts_per_tok": spec.top_k,
         "num_hidden_layers": spec.layers,
@@ -350,9 +375,12 @@ def config(
         "use_cache": True,
         "vocab_size": spec.vocab,
     }
-    out |= _FAMILY_CONFIG[family](spec, old)
-    if family != "mixtral":
-        out["norm_topk_prob"] = norm_topk(family, spec)
+    if family in more.FAMILIES:
+        out |= more.FAMILIES[family].config(spec)
+    else:
+        out |= _FAMILY_CONFIG[family](spec, old)
+        if family != "mixtral":
+            out["norm_topk_prob"] = norm_topk(family, spec)
     if spec.explicit_head_dim:
         out["head_dim"] = spec.head_dim
     if old:
@@ -498,18 +526,23 @@ def write_hf(
     """Write a Hugging Face directory and return its path.
 
     `form` is "per-expert" (what save_pretrained writes) or "fused" (a transformers 5 state_dict).
-    `mutate` gets the float32 tensors under their final names, and changes the dict or returns
-    another.
+    Families of `tiny_families` also have "unfused": one tensor per expert matrix and no others.
+    `mutate` gets the float32 tensors under their final names (of those families: of the unfused
+    form), and changes the dict or returns another.
     `overrides` are laid over config.json; the value DELETE removes a key.
     """
     spec = spec or default_spec(family)
     weights = tensors(family, spec)
-    if form == "fused":
+    row = more.FAMILIES.get(family)
+    if form == "fused" and row is None:
         weights = fuse(family, weights)
-    elif form != "per-expert":
-        raise ValueError(f"unknown form {form!r}")
     if mutate is not None:
         weights = mutate(weights) or weights
+    if row is not None:
+        forms = {"fused": row.fused or row.saved, "unfused": row.unfused}
+        weights = forms.get(form, row.saved)(weights)
+    elif form not in ("per-expert", "fused", "unfused"):
+        raise ValueError(f"unknown form {form!r}")
     path.mkdir(parents=True, exist_ok=True)
     settings = config(family, spec, dtype=dtype, overrides=overrides, old=old_config)
     (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -619,6 +652,8 @@ def gguf_values(
     family: str, spec: TinySpec, weights: Tensors, *, old_experts: bool = False
 ) -> dict[str, np.ndarray]:
     """Canonical weights under GGUF names: stacked experts, llama's q/k order, 1-D shared gate."""
+    if family in more.FAMILIES:
+        return more.gguf_values(more.FAMILIES[family], spec, weights)
     if family not in FAMILIES:
         return _from_row().gguf_values(family, spec, weights, old_experts=old_experts)
     name = _names(family)
@@ -774,9 +809,9 @@ def random_blocks(
 
 def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) -> dict[str, Any]:
     """The keys llama.cpp's converter writes, without the `general.architecture` of GGUFWriter."""
-    if family not in FAMILIES:
+    if family not in ALL_FAMILIES:
         return _from_row().gguf_metadata(family, spec)
-    arch = GGUF_ARCH[family]
+    arch = gguf_arch(family)
     rope = rope_parameters(family, spec)
     out: dict[str, Any] = {
         "general.type": "model",
@@ -796,6 +831,9 @@ def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) 
     if spec.explicit_head_dim:
         out[f"{arch}.attention.key_length"] = spec.head_dim
         out[f"{arch}.attention.value_length"] = spec.head_dim
+    if family in more.FAMILIES:
+        own = more.FAMILIES[family].gguf_metadata(spec)
+        out |= {f"{arch}.{key}": value for key, value in own.items()}
     if family == "mixtral":
         out[f"{arch}.vocab_size"] = spec.vocab
         out[f"{arch}.rope.dimension_count"] = spec.head_dim
@@ -803,11 +841,13 @@ def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) 
         out[f"{arch}.expert_feed_forward_length"] = spec.width
     if family == "qwen2_moe":
         out[f"{arch}.expert_shared_feed_forward_length"] = spec.shared_width
-    if norm_topk(family, spec) != _NORM_TOPK[family]:  # converters write it only if they must
+    if norm_topk(family, spec) != _NORM_TOPK.get(
+        family, True
+    ):  # converters write it only if they must
         out[f"{arch}.expert_weights_norm"] = norm_topk(family, spec)
     if spec.clip_qkv is not None:
         out[f"{arch}.attention.clamp_kqv"] = spec.clip_qkv
-    if spec.window is not None:
+    if spec.window is not None and family != "llama4":
         out[f"{arch}.attention.sliding_window"] = spec.window
     if rope["rope_type"] in ("linear", "yarn"):
         out[f"{arch}.rope.scaling.type"] = rope["rope_type"]
@@ -900,5 +940,9 @@ def write_gguf(
     if mutate is not None:
         stored = mutate(stored) or stored
     keys = gguf_metadata(family, spec) | dict(metadata or {})
-    arch = GGUF_ARCH[family] if family in FAMILIES else _from_row().gguf_form(family).ids[0]
-    return write_gguf_tensors(path, arch, keys, stored, split=split)
+    return write_gguf_tensors(path, gguf_arch(family), keys, stored, split=split)
+
+
+import tiny_families as more  # noqa: E402 - needs what is defined above
+
+ALL_FAMILIES = (*FAMILIES, *more.FAMILIES)

@@ -49,9 +49,11 @@ def _check_tables(spec: dict[str, Any]) -> Iterator[CensusProblem]:
     lengths = {
         "graph.windows": spec["n_layers"],
         "graph.rope_inv_freq": spec["graph.rope_dim"] // 2,
+        "graph.rope_layers": spec["n_layers"],
+        "graph.chunks": spec["n_layers"],
     }
     for key, expected in lengths.items():
-        if len(spec[key]) != expected:
+        if key in spec and len(spec[key]) != expected:
             yield CensusProblem(
                 f"spec: key {quote(key)}: expected {expected} elements, found {len(spec[key])}"
             )
@@ -59,16 +61,23 @@ def _check_tables(spec: dict[str, Any]) -> Iterator[CensusProblem]:
 
 def _model_needs(spec: dict[str, Any]) -> Needs:
     hidden, vocab = spec["hidden_size"], spec["vocab_size"]
-    return {
+    needs: Needs = {
         Role.TOKEN_EMBD: (vocab, hidden),
         Role.OUTPUT: (vocab, hidden),
         Role.OUTPUT_NORM: (hidden,),
     }
+    if spec["graph.norm"] == "layer":
+        needs[Role.OUTPUT_NORM_BIAS] = (hidden,)
+    if spec.get("graph.output_bias"):
+        needs[Role.OUTPUT_BIAS] = (vocab,)
+    return needs
 
 
 def _layer_needs(spec: dict[str, Any], layer: int) -> Needs:
     hidden = spec["hidden_size"]
     needs = _attention_needs(spec) | {Role.FFN_NORM: (hidden,)}
+    if spec["graph.norm"] == "layer":
+        needs |= {Role.ATTN_NORM_BIAS: (hidden,), Role.FFN_NORM_BIAS: (hidden,)}
     if not spec["moe_layers"][layer]:
         width = spec["graph.dense_width"]
         return needs | {
@@ -77,6 +86,8 @@ def _layer_needs(spec: dict[str, Any], layer: int) -> Needs:
             Role.DENSE_DOWN: (hidden, width),
         }
     needs[Role.ROUTER] = (-1, hidden)
+    if spec.get("graph.router_bias"):
+        needs[Role.ROUTER_BIAS] = (-1,)
     width = spec["graph.shared_width"]
     if width:
         needs |= {
@@ -103,6 +114,8 @@ def _attention_needs(spec: dict[str, Any]) -> Needs:
         needs |= {Role.ATTN_Q_BIAS: (q,), Role.ATTN_K_BIAS: (kv,), Role.ATTN_V_BIAS: (kv,)}
     if spec["graph.o_bias"]:
         needs[Role.ATTN_O_BIAS] = (hidden,)
+    if spec.get("graph.sinks"):
+        needs[Role.ATTN_SINKS] = (spec["graph.n_heads"],)
     norms = {"head": (head, head), "full": (q, kv)}.get(spec["graph.qk_norm"])
     if norms is not None:
         needs |= {Role.ATTN_Q_NORM: (norms[0],), Role.ATTN_K_NORM: (norms[1],)}

@@ -135,6 +135,8 @@ class Role(IntEnum):
     OUTPUT = 2
     OUTPUT_NORM = 3
     ROPE_FACTORS = 4
+    OUTPUT_BIAS = 7
+    OUTPUT_NORM_BIAS = 8
     ATTN_NORM = 16
     ATTN_Q = 17
     ATTN_K = 18
@@ -148,10 +150,14 @@ class Role(IntEnum):
     ATTN_K_NORM = 26
     ATTN_GATE = 27
     ATTN_POST_NORM = 28
+    ATTN_NORM_BIAS = 30
+    ATTN_SINKS = 31
     FFN_NORM = 32
     ROUTER = 33
     ROUTER_SELECT_BIAS = 34
     FFN_POST_NORM = 35
+    FFN_NORM_BIAS = 38
+    ROUTER_BIAS = 39
     DENSE_GATE = 40
     DENSE_UP = 41
     DENSE_DOWN = 42

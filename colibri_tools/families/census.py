@@ -32,6 +32,7 @@ from colibri_tools.families.state import (
     slices_of,
 )
 from colibri_tools.sources import Source, SourceTensor
+from colibri_tools.sources.views import split_rows
 
 __all__ = ["map_known"]
 
@@ -114,17 +115,23 @@ def _report_strangers(census: Census, unmatched: list[str], beyond: list[str]) -
 
 
 def _place_resident(census: Census, tensor: SourceTensor, rule: TensorRule, layer: int) -> None:
-    slot = (rule.role, layer)
-    other = census.residents.get(slot)
-    if other is not None:
+    label = "+".join(role.label for role in rule.roles)
+    census.mapping.assignments[tensor.name] = Assignment("resident", rule.pattern, label, layer)
+    if tensor.shape and tensor.shape[0] % len(rule.roles):
         census.problem(
-            f"{resident_name(*slot)} is there twice: {quote(other[0].name)} and "
-            f"{quote(tensor.name)}"
+            f"tensor {quote(tensor.name)}: expected {len(rule.roles)} matrices of equal height "
+            f"below each other, found {list(tensor.shape)}"
         )
-    census.residents[slot] = (tensor, rule)
-    census.mapping.assignments[tensor.name] = Assignment(
-        "resident", rule.pattern, rule.role.label, layer
-    )
+        return
+    for role, piece in zip(rule.roles, split_rows(tensor, len(rule.roles)), strict=True):
+        slot = (role, layer)
+        other = census.residents.get(slot)
+        if other is not None:
+            census.problem(
+                f"{resident_name(*slot)} is there twice: {quote(other[0].name)} and "
+                f"{quote(tensor.name)}"
+            )
+        census.residents[slot] = (piece, rule)
 
 
 def _place_expert(
@@ -176,6 +183,7 @@ def _finish(census: Census, detected: Detected) -> None:
         moe_layers=census.moe_layers,
         residents=mapping.residents,
         rows=mapping.rows,
+        lacks=[r.lacks for r in census.form.drops if r.lacks and r.name in mapping.dropped],
     )
     try:
         mapping.spec = build_spec(facts)

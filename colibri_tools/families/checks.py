@@ -111,7 +111,7 @@ def _decide_features(census: Census) -> None:
     named = {rule.feature for rule in census.form.tensors if rule.feature is not None}
     for feature in sorted(named | {"qkv_bias", "o_bias", "shared"}):
         rules = [rule for rule in census.form.tensors if rule.feature == feature]
-        roles = {rule.role for rule in rules}
+        roles = {role for rule in rules for role in rule.roles}
         present = [t.name for (role, _), (t, _) in census.residents.items() if role in roles]
         says = _stated(census, feature)
         census.features[feature] = bool(rules) and (bool(present) or says is True)
@@ -172,10 +172,12 @@ def _check_filled(census: Census) -> None:
     missing: list[str] = []
     for rule in census.form.tensors:
         layers = _layers_of(census, rule)
-        possible = allowed.setdefault(rule.role, set())
+        for role in rule.roles:
+            allowed.setdefault(role, set())
         if not _applies(census, rule):
             continue
-        possible.update(layers)
+        for role in rule.roles:
+            allowed[role].update(layers)
         wanted = rule.feature is None or census.features[rule.feature]
         if wanted and not rule.optional and rule.role not in checked:
             checked.add(rule.role)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from colibri_tools.container.format import Group, PartRole, Role
@@ -65,7 +66,14 @@ __all__ = [
     "ROUTER_SCORES",
     "layer_rule",
     "select_bias",
+    "without",
 ]
+
+
+def without(keys: Mapping[str, Key], *names: str) -> dict[str, Key]:
+    """Return the keys of a form that does not read some of them."""
+    return {name: key for name, key in keys.items() if name not in names}
+
 
 GATE, UP, DOWN = (PartRole.GATE,), (PartRole.UP,), (PartRole.DOWN,)
 GATE_UP = (PartRole.GATE, PartRole.UP)
@@ -368,8 +376,13 @@ GGUF_QWEN_KEYS = {
 GGUF_ROUTED_KEYS = {**GGUF_QWEN_KEYS, "n_shared": Key("int", ("{arch}.expert_shared_count",))}
 GGUF_SHARED_KEYS = {"shared_width": Key("int", ("{arch}.expert_shared_feed_forward_length",))}
 
-ROUTER_SCORES = {1: "softmax", 2: "sigmoid"}
-"""What a router makes of its logits, by the number GGUF gives it (`gating`)."""
+ROUTER_SCORES: Mapping[int | str, str] = {
+    1: "softmax",
+    2: "sigmoid",
+    "topk_sigmoid": "topk_sigmoid",
+    "sparsemixer": "sparsemixer",
+}
+"""What a router makes of its logits (`gating`): by GGUF's number, or a family's own."""
 
 GROUP_SCORES = {"softmax": "max", "sigmoid": "top2"}
 """How a group of experts is rated, by the router's score: as DeepSeek-V2 and as DeepSeek-V3 do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ __all__ = ["Hyper", "config_levels", "read_hyper"]
 MAX_INT = (1 << 31) - 1
 MAX_ITEMS = 65536
 
-NULL_IS_A_VALUE = frozenset(("window", "head_dim", "n_kv_heads", "router_groups"))
+NULL_IS_A_VALUE = frozenset(("window", "chunk", "head_dim", "n_kv_heads", "router_groups"))
 """Where null does not mean the default but none: no window, a width that follows from others."""
 
 
@@ -56,7 +57,7 @@ def read_hyper(form: Form, levels: Sequence[Mapping[str, Any]], where: str, arch
         # Whether the output matrix is tied is a property of the whole model, not of its text part.
         searched = levels[::-1] if name == "tied" else levels
         found = _lookup(key, searched, arch)
-        if found is None:
+        if found is None or found[1] == []:
             if name in NULL_IS_A_VALUE and _has_null(key, searched):
                 hyper.values[name] = None
             continue
@@ -68,7 +69,17 @@ def read_hyper(form: Form, levels: Sequence[Mapping[str, Any]], where: str, arch
         if value is REQUIRED:
             names = " or ".join(quote(n.format(arch=arch)) for n in form.keys[name].names)
             raise SourceError(f"{where}: no key {names}, which this model family needs")
+    derived = _Derived(hyper.values)
+    hyper.values = {name: derived[name] for name in hyper.values}
     return hyper
+
+
+class _Derived(UserDict[str, Any]):
+    """Values, of which those that are functions of the others are computed when asked for."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.data[name]
+        return value(self) if callable(value) else value
 
 
 def _lookup(key: Key, levels: Sequence[Mapping[str, Any]], arch: str) -> tuple[str, Any] | None:
@@ -139,6 +150,15 @@ def _bool(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
+def _flag(value: Any) -> bool | None:
+    """A switch that some configs write as a number."""
+    return bool(value) if isinstance(value, (bool, int)) else None
+
+
+def _flags(value: Any) -> tuple[bool, ...] | None:
+    return _items(value, _flag)
+
+
 def _str(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
@@ -168,6 +188,8 @@ _CHECKS: dict[str, Any] = {
     "pattern": _pattern,
     "float": _float,
     "bool": _bool,
+    "flag": _flag,
+    "flags": _flags,
     "str": _str,
     "ints": _ints,
     "strs": _strs,
@@ -178,6 +200,8 @@ _EXPECTED = {
     "pattern": f"one whole number, 0 ... {MAX_INT}, a string, or a list of true and false",
     "float": "a finite number",
     "bool": "true or false",
+    "flag": "true or false",
+    "flags": "a list of true or false",
     "str": "a string",
     "ints": "a list of whole numbers",
     "strs": "a list of strings",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from colibri_tools.container.format import Role
-from colibri_tools.families.schema import ExpertRule, Form, Prefix, TensorRule
+from colibri_tools.families.schema import HEAD_ROLES, ExpertRule, Form, Prefix, TensorRule
 
 __all__ = ["NameMatch", "NameTable", "choose_prefix"]
 
@@ -32,7 +31,7 @@ class NameTable:
         self._heads: dict[str, TensorRule] = {}
         rules: list[TensorRule | ExpertRule] = [*form.tensors, *form.experts]
         for rule in rules:
-            if isinstance(rule, TensorRule) and rule.role is Role.OUTPUT:
+            if isinstance(rule, TensorRule) and rule.role in HEAD_ROLES:
                 self._heads |= {head + rule.pattern: rule for head in prefix.heads}
             else:
                 self._body[_key_of_pattern(rule.pattern)] = (rule, _numbers_of(rule.pattern))

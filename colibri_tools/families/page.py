@@ -29,18 +29,22 @@ tensors) can be repacked, inspected and verified; `run` refuses it and says what
 _ORACLE = """
 Each family is proven against transformers in float32, from both kinds of source, at every
 position of a 48-token prompt (`tests/test_logits.py`; values by `tests/oracle/make_oracle.py`),
-and every stored tensor is shown to matter (`tests/test_mutation.py`).
+and every stored tensor is shown to matter (`tests/test_mutation.py`). GGUF files made by
+llama.cpp's own converter give the same logits (`tests/oracle/test_live_llama_cpp.py`).
 
 ## What is executed
 
-Grouped-query attention with a sliding window per layer, latent attention (MLA) with a compressed
-KV, gated attention, layers without rope, RMS norm of inputs and outputs, rope (default, linear,
-llama3 and yarn scaling, which become angular frequencies at conversion; on all or a part of a
-head), SiLU-gated experts, softmax and sigmoid routing with and without normalised weights, within
-the best groups of experts and with a bias on the choice, shared experts with and without a sigmoid
-gate, dense layers between MoE layers, tied output matrices, biases of attention projections.
-Weights of every type that gguf decodes. Rope scaling that depends on the length of the text
-(dynamic, longrope) is refused by `run`.
+Grouped-query attention with a sliding window or chunks per layer, latent attention (MLA) with a
+compressed KV, gated attention, attention sinks, layers without rope and their temperature, RMS and
+layer norms of inputs and outputs, rope (default, linear, llama3 and yarn scaling, dynamic with a
+fixed alpha, which become angular frequencies at conversion; on all or a part of a head), norms of q
+and k before or after rope, experts gated by SiLU or by gpt-oss's clamped form, with biases, scaled
+at their input or output, softmax and sigmoid routing with and without normalised weights (a softmax
+over the chosen scores is one over all, normalised), within the best groups of experts and with a
+bias on the choice, SparseMixer, shared experts with and without a sigmoid gate, dense layers
+between MoE layers, tied output matrices, biases of attention, router and output, Granite's
+multipliers. Weights of every type that gguf decodes. Rope scaling that depends on the length of the
+text (dynamic, longrope) is refused by `run`.
 """
 _FORMS = "\n## Written forms of experts\n"
 
@@ -110,7 +114,10 @@ def _stated(form: Form) -> str:
     shown = {
         name: value
         for name, value in form.defaults.items()
-        if name in form.keys and value is not REQUIRED and value not in (None, ())
+        if name in form.keys
+        and value is not REQUIRED
+        and not callable(value)
+        and value not in (None, ())
     }
     return ", ".join(f"{name} {_text(value)}" for name, value in shown.items())
 

@@ -71,6 +71,9 @@ _NUMBERS = {
 }
 _KNOWN_KEYS = {
     "default": frozenset[str](),
+    "ntk-alpha": frozenset(
+        ("alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    ),
     "linear": frozenset(("factor",)),
     "llama3": frozenset(
         ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -90,6 +93,7 @@ _KNOWN_KEYS = {
 }
 _NEEDED_KEYS = {
     "default": (),
+    "ntk-alpha": ("alpha",),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
@@ -103,10 +107,12 @@ def hf_rope(
     head_dim: int,
     context_length: int,
     default_partial: float | None = None,
+    fixed_alpha: bool = False,
 ) -> RopeSettings:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     `default_partial` is the share of a head that rotates, None in a family that rotates all.
+    With `fixed_alpha`, dynamic rope that has an `alpha` is a stretched base and nothing else.
     Raises SourceError for a value of a wrong type or a missing one.
     """
     where = "config.json: rope_parameters"
@@ -124,6 +130,11 @@ def hf_rope(
         head_dim = int(head_dim * (default_partial if partial is None else share))
     elif share != 1.0:
         return RopeSettings(head_dim, base, lacks=f"partial_rotary_factor {partial} in this family")
+    if "short_mscale" in given or "long_mscale" in given:
+        return RopeSettings(head_dim, base, lacks=f"rope of kind {quote(kind)} with two mscales")
+    if fixed_alpha and kind == "dynamic" and given.get("alpha"):
+        alpha = _number(where, "alpha", given["alpha"])
+        base, kind = base * alpha ** (head_dim / (head_dim - 2)), "ntk-alpha"
     if not isinstance(kind, str) or kind not in _KNOWN_KEYS:
         return RopeSettings(head_dim, base, lacks=f"rope of kind {quote(kind)}")
     return RopeSettings(
@@ -198,6 +209,7 @@ def gguf_rope(hyper: Hyper, head_dim: int) -> RopeSettings:
         mscale_all_dim=log_multiplier or None,
         beta_fast=hyper["rope_beta_fast"],
         beta_slow=hyper["rope_beta_slow"],
+        truncate=hyper["rope_truncate"],
     )
 
 
@@ -225,7 +237,7 @@ def resolve_rope(settings: RopeSettings) -> Rope:
 def _frequencies(settings: RopeSettings) -> tuple[F32, float]:
     powers = _powers(settings)
     inv_freq = np.float32(1.0) / powers
-    if settings.lacks is not None or settings.kind == "default":
+    if settings.lacks is not None or settings.kind in ("default", "ntk-alpha"):
         return inv_freq, 1.0
     if settings.kind == "linear":
         return inv_freq / np.float32(settings.factor), 1.0

@@ -10,6 +10,7 @@ from colibri_tools.container.format import Group, PartRole, Role
 
 __all__ = [
     "BIASES",
+    "HEAD_ROLES",
     "REQUIRED",
     "DropRule",
     "ExpertRule",
@@ -29,12 +30,15 @@ REQUIRED: Final = object()
 BIASES: Final = (PartRole.GATE_BIAS, PartRole.UP_BIAS, PartRole.DOWN_BIAS)
 """The parts of an expert that are vectors: all of a model's experts have one, or none."""
 
+HEAD_ROLES: Final = (Role.OUTPUT, Role.OUTPUT_BIAS)
+"""The roles of tensors that take the head prefix, not the body's."""
+
 Where = Literal["model", "layer", "moe", "dense"]
 """How often a tensor occurs: once, in every layer, in every MoE layer, in every dense layer."""
 
-KeyKind = Literal["int", "last", "float", "bool", "str", "ints", "strs", "pattern"]
-"""`last` is a whole number from -1, `pattern` a whole number, a string of
-letters, or a list of true and false."""
+KeyKind = Literal["int", "last", "float", "bool", "flag", "str", "ints", "flags", "strs", "pattern"]
+"""`last` is a whole number from -1, `pattern` a whole number, a string of letters, or a list of
+true and false, `flag` true or false, which may be written as a number."""
 
 Windows = Literal["all", "layer_types", "pattern", "tail", "none"]
 """Which layers the sliding window applies to where `layer_types` do not say: every one; every
@@ -59,7 +63,8 @@ class TensorRule:
     `pattern` is a dotted name with `{layer}` where a number stands. `shape` names dimensions, outer
     first: the names of `checks.DIM_TEXT`. A tensor with a `feature` is there in all its layers or
     in none, and its presence turns that switch on; one with `unless` is there where that is off,
-    one with `needs` can only be there where that is on.
+    one with `needs` can only be there where that is on. With `below`, matrices of those roles and
+    the same shape follow the first one in the tensor.
     """
 
     pattern: str
@@ -71,6 +76,12 @@ class TensorRule:
     needs: str | None = None
     group: Group = Group.EVERY_TOKEN
     optional: bool = False
+    below: tuple[Role, ...] = ()
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that the tensor fills, in the order in which they lie in it."""
+        return (self.role, *self.below)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +126,15 @@ class ExpertRule:
 
 @dataclass(frozen=True, slots=True)
 class DropRule:
-    """Source tensors that are left out on purpose: a name, a regular expression, and why."""
+    """Source tensors that are left out on purpose: a name, a regular expression, and why.
+
+    `lacks` is what a graph that has such tensors would need.
+    """
 
     name: str
     regex: str
     why: str
+    lacks: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +158,13 @@ class Form:
     """How a family is written in one kind of source.
 
     `ids` are model types (Hugging Face) or architectures (GGUF), `architectures` class names for
-    configs without a model type. `tensors` with where="model" and role OUTPUT take the head prefix.
+    configs without a model type. `tensors` of `HEAD_ROLES` take the head prefix.
     `defaults` give the value of a hyper-parameter whose key is absent, as the reference
     implementation of that source kind resolves it. `layer_kinds` is False where metadata does not
     tell dense from MoE layers.
+    `rope_alpha`: dynamic rope with an `alpha` stretches the base once and for all. `rope_default`
+    is the rope of a config that says nothing about it. A default may be a function of the other
+    values.
     """
 
     ids: tuple[str, ...]
@@ -160,6 +178,8 @@ class Form:
     drops: tuple[DropRule, ...] = ()
     windows: Windows = "all"
     layer_kinds: bool = True
+    rope_alpha: bool = False
+    rope_default: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +188,8 @@ class Family:
 
     `graph` holds spec keys (without `graph.`) that are constants of the family. `gguf` is None
     where no GGUF architecture is mapped by this row. `rope_layers` says which layers rotate: all,
-    or those with a sliding window. `limits` are sentences on what cannot be told or run.
+    or those with a sliding window. `top_k` is the only number of experts per token that the router
+    is defined for. `limits` are sentences on what cannot be told or run.
     """
 
     name: str
@@ -176,6 +197,7 @@ class Family:
     gguf: Form | None
     graph: Mapping[str, Any] = field(default_factory=dict)
     rope_layers: Literal["all", "sliding"] = "all"
+    top_k: int | None = None
     limits: tuple[str, ...] = ()
 
     def form(self, source_kind: str) -> Form:

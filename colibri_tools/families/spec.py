@@ -30,8 +30,8 @@ from colibri_tools.sources import Source
 __all__ = ["Facts", "build_spec", "decodable"]
 
 _NOT_DECODABLE = frozenset(("q8_1", "q8_k"))
-_ACTIVATIONS = {"silu": "silu", "swish": "silu"}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "swiglu_oai": "swiglu_oai"}
+_SLIDING, _CHUNKED, _FULL = "sliding_attention", "chunked_attention", "full_attention"
 
 
 @dataclass(slots=True)
@@ -111,9 +111,11 @@ def _graph(facts: Facts) -> dict[str, Any]:
     score = ROUTER_SCORES.get(hyper["gating"])
     if score is None:
         facts.lacks.append(f"router score of GGUF kind {hyper['gating']}")
+    if facts.family.top_k not in (None, hyper["top_k"]):
+        facts.lacks.append(f"{hyper['top_k']} experts per token with router {score}")
     scale = hyper["attention_scale"]
     constants = {k: v for k, v in facts.family.graph.items() if k not in _ADDED}
-    if not features.get("qk_norm", True):
+    if not features.get("qk_norm", True) or hyper.get("use_qk_norm") is False:
         constants["qk_norm"] = "none"
     return {
         **constants,
@@ -143,6 +145,19 @@ _ABSENT = {
     "pre_norm": True,
     "post_norm": False,
     "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_divisor": 1.0,
+    "activation_alpha": None,
+    "activation_limit": None,
+    "router_jitter": None,
+    "chunks": None,
+    "temperature_scale": 0.0,
+    "temperature_floor": None,
+    "sinks": False,
+    "router_bias": False,
+    "output_bias": False,
+    "qk_norm_after_rope": False,
+    "experts_scale_input": False,
     "router_select_bias": False,
     "router_groups": 1,
     "router_norm_add": 0.0,
@@ -150,6 +165,14 @@ _ABSENT = {
 }
 """Switches that are written only where they say something: other models run in older readers."""
 
+_NUMBERS = (
+    "residual_scale",
+    "logit_divisor",
+    "activation_alpha",
+    "activation_limit",
+    "router_jitter",
+)
+_FEATURES = ("attention_gate", "router_select_bias", "output_bias")
 
 _ADDED = frozenset(_ABSENT) | {"latent_norm_eps"}
 
@@ -158,13 +181,16 @@ def _added(facts: Facts, windows: Sequence[int]) -> dict[str, Any]:
     hyper, dims, features = facts.hyper, facts.dims, facts.features
     constants = facts.family.graph
     norm = bool(hyper["router_norm"])
+    stated = {name: hyper.get(name) for name in _NUMBERS}
     values = {
         **_ABSENT,
+        **{name: value for name, value in stated.items() if value is not None},
+        **{name: features.get(name, False) for name in _FEATURES},
+        **_temperature(facts),
+        "chunks": _per_layer(facts, _CHUNKED, hyper.get("chunk")),
         "value_dim": dims["value"] if dims["value"] != dims["head"] else None,
-        "attention_gate": features.get("attention_gate", False),
         "rope_layers": _rope_layers(facts, windows),
-        "embedding_scale": math.sqrt(dims["hidden"]) if hyper["scaled_embedding"] else 1.0,
-        "router_select_bias": features.get("router_select_bias", False),
+        "embedding_scale": _embedding_scale(facts),
         "router_groups": _groups(facts),
         "router_norm_min": hyper["router_norm_min"] or 0.0,
         **{key: value for key, value in constants.items() if key in _ABSENT},
@@ -181,6 +207,25 @@ def _added(facts: Facts, windows: Sequence[int]) -> dict[str, Any]:
         out["kv_lora"] = dims["kv_lora"]
         out["latent_norm_eps"] = constants.get("latent_norm_eps", hyper["norm_eps"])
     return out
+
+
+def _temperature(facts: Facts) -> dict[str, Any]:
+    if not facts.hyper.get("temperature"):
+        return {}
+    return {name: facts.hyper[name] for name in ("temperature_scale", "temperature_floor")}
+
+
+def _per_layer(facts: Facts, kind: str, size: int | None) -> list[int] | None:
+    """The size in layers of that kind, 0 in others; None if there are no such layers."""
+    types = _layer_types(facts)
+    return [size or 0 if found == kind else 0 for found in types] if kind in types else None
+
+
+def _embedding_scale(facts: Facts) -> float:
+    if facts.hyper["scaled_embedding"]:
+        return math.sqrt(facts.dims["hidden"])
+    stated = facts.hyper.get("embedding_scale")
+    return 1.0 if stated is None else float(stated)
 
 
 _GROUP_METHODS = {None: True, "group_limited_greedy": True, "noaux_tc": True, "greedy": False}
@@ -205,6 +250,9 @@ def _groups(facts: Facts) -> int:
 
 def _rope_layers(facts: Facts, windows: Sequence[int]) -> list[int] | None:
     """Which layers rotate, None for all."""
+    stated = facts.hyper.get("rope_layers")
+    if stated is not None:
+        return None if all(stated) else [int(flag) for flag in stated]
     if facts.family.rope_layers == "all" or not facts.hyper["window"]:
         return None
     return [int(window > 0) for window in windows]
@@ -218,26 +266,33 @@ def _has_role(facts: Facts, role: Role) -> bool:
 
 
 def _windows(facts: Facts) -> list[int]:
-    hyper, n_layers = facts.hyper, facts.hyper["n_layers"]
+    hyper, types = facts.hyper, _layer_types(facts)
     window = hyper["window"] if hyper["use_window"] else 0
-    if facts.form.windows == "none":
-        window = 0
-    if facts.source.kind == "gguf" and window:
+    if facts.source.kind == "gguf" and window and facts.form.windows != "none":
         _check_gguf_window(facts, window)
-    if facts.form.windows in ("all", "none"):
-        return [window or 0] * n_layers
-    types = hyper["layer_types"] or _DERIVED_TYPES[facts.form.windows](hyper)
-    if len(types) != n_layers:
-        raise SourceError(
-            f"{facts.detected.where}: types of layers: expected {n_layers} entries, "
-            f"found {len(types)}"
-        )
-    unknown = sorted(set(types) - {_SLIDING, _FULL})
+    known = {_SLIDING, _FULL} | ({_CHUNKED} if hyper.get("chunk") else set())
+    unknown = sorted(set(types) - known)
     if unknown:
         facts.lacks.append(f"layers of type {quote_some(unknown)}")
     if _SLIDING in types and not window:
         facts.lacks.append("sliding_attention layers without a window")
-    return [window or 0 if kind == _SLIDING else 0 for kind in types]
+    return _per_layer(facts, _SLIDING, window) or [0] * len(types)
+
+
+def _layer_types(facts: Facts) -> list[str]:
+    hyper, n_layers = facts.hyper, facts.hyper["n_layers"]
+    window = hyper["window"] if hyper["use_window"] else 0
+    if facts.form.windows == "none":
+        window = 0
+    if facts.form.windows in ("all", "none"):
+        types = [_SLIDING if window else _FULL] * n_layers
+    else:
+        types = hyper["layer_types"] or _DERIVED_TYPES[facts.form.windows](hyper)
+    if len(types) != n_layers:
+        raise SourceError(
+            f"{facts.detected.where}: layer_types: expected {n_layers} entries, found {len(types)}"
+        )
+    return list(types)
 
 
 def _derived_types(hyper: Hyper) -> list[str]:
@@ -297,9 +352,12 @@ def _rope(facts: Facts) -> Rope:
         merged: dict[str, Any] = {}
         for level in reversed(facts.detected.levels):
             merged |= level
+        if not merged.get("rope_scaling") and not merged.get("rope_parameters"):
+            merged["rope_parameters"] = facts.form.rope_default
         theta = facts.form.defaults["rope_theta"]
         width, partial = _hf_rotated(facts)
-        settings = hf_rope(merged, theta, width, hyper["context_length"], partial)
+        alpha = facts.form.rope_alpha
+        settings = hf_rope(merged, theta, width, hyper["context_length"], partial, alpha)
     if settings.dim > head_dim:
         raise SourceError(f"rope: {settings.dim} rotated dimensions in heads of {head_dim}")
     rope = resolve_rope(settings)

@@ -7,6 +7,7 @@ read other tensors through the same source, so one can lie on another.
 - `ScaledView`: one-byte codes times scales, as bf16 or f32.
 - `Mxfp4View`: the two tensors of Hugging Face's MXFP4 as GGML blocks, bit for bit the same weights.
 - `RearrangedView`: the rows of a stack of matrices in another order, or columns as rows.
+- `RowsView`: some of the rows of a tensor.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ __all__ = [
     "MAX_ROW_BYTES",
     "Mxfp4View",
     "RearrangedView",
+    "RowsView",
     "ScaledView",
     "TensorView",
     "rearranged",
+    "split_rows",
     "values_of_codes",
 ]
 
@@ -351,3 +354,35 @@ class RearrangedView:
             at = expert * n_inputs + a
             source.read_into(self.base, at * n_outputs * size, raw.data)
             into[:, a : a + n] = raw.view(into.dtype)[:, first : last : self.stride].T
+
+
+# ---------------------------------------------------------------- some of the rows
+
+
+def split_rows(tensor: SourceTensor, n: int) -> list[SourceTensor]:
+    """Return the `n` parts of equal height that lie below each other in a tensor [rows, ...]."""
+    if n == 1:
+        return [tensor]
+    shape = (tensor.shape[0] // n, *tensor.shape[1:])
+    return [
+        tensor.seen_as(RowsView(tensor, i * (tensor.n_weights // n)), tensor.dtype, shape)
+        for i in range(n)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsView:
+    """What begins at weight `first` of a tensor, which is the start of a row."""
+
+    base: SourceTensor
+    first: int
+
+    @property
+    def bases(self) -> tuple[SourceTensor, ...]:
+        return self.base.bases
+
+    def locate(self, index: int) -> tuple[int, ...]:
+        return self.base.locate(self.first + index)
+
+    def read_into(self, source: Source, start: int, out: memoryview) -> None:
+        source.read_into(self.base, self.base.dtype.n_bytes(self.first) + start, out)

@@ -16,9 +16,10 @@ enum { MIN_SHARED_PRODUCTS = 1 << 17, MAX_GROUP_HEADS = 16 };
 typedef struct {
   clb_engine *engine;
   const clb_batch *batch;
-  const float *q;  // [B, n_heads, key_dim]
-  float *out;      // [B, n_heads, value_dim]
-  size_t layer, window;
+  const float *sinks;  // [n_heads], or NULL
+  const float *q;      // [B, n_heads, key_dim]
+  float *out;          // [B, n_heads, value_dim]
+  size_t layer, window, chunk;
   size_t group, n_groups;         // query heads that are computed together, which share a key head; all such groups
   size_t key_dim, value_dim;      // of the KV
   size_t key_bytes, value_bytes;  // of a row; values may be the beginnings of keys
@@ -41,8 +42,9 @@ static size_t stride(const attention_job *job) {
   return job->value_dim + 2;
 }
 
-// First visible position; sliding windows see `window` positions, their own included.
+// First visible position; sliding windows see `window` positions, their own included, chunks from their start on.
 static size_t first_visible(const attention_job *job, size_t position) {
+  if (job->chunk > 0) return position / job->chunk * job->chunk;
   return job->window > 0 && position >= job->window ? position - job->window + 1 : 0;
 }
 
@@ -162,8 +164,16 @@ static void combine(float *total, const float *part, size_t d) {
   total[d + 1] = total[d + 1] * a + part[d + 1] * b;
 }
 
-static void finish(float *attended, const float *total, size_t d) {
-  for (size_t i = 0; i < d; i++) attended[i] = total[i] / total[d + 1];
+// A sink is one more score without a value, after all others.
+static void finish(const attention_job *job, size_t head, float *attended, const float *total) {
+  const size_t d = job->value_dim;
+  float scale = 1, sum = total[d + 1];
+  if (job->sinks) {
+    const float sink = job->sinks[head], max = sink > total[d] ? sink : total[d];
+    scale = (float)exp((double)total[d] - (double)max);
+    sum = sum * scale + (float)exp((double)sink - (double)max);
+  }
+  for (size_t i = 0; i < d; i++) attended[i] = total[i] * scale / sum;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -193,7 +203,7 @@ static void attend_tile(const attention_job *job, const tile *t, size_t worker) 
   }
   for (size_t h = 0; h < t->n * heads; h++) {
     float *to = job->out + (heads_at(job, t->token + h / heads, t->group) + h % heads) * d;
-    finish(to, total + h * stride(job), d);
+    finish(job, t->group * heads + h % heads, to, total + h * stride(job));
   }
 }
 
@@ -240,7 +250,7 @@ static void attend_one_token(attention_job *job) {
   for (size_t h = 0; h < e->graph.n_heads; h++) {
     float *total = e->scratch.partial + h * stride(job);
     for (size_t c = 1; c < n_chunks; c++) combine(total, total + c * e->graph.n_heads * stride(job), job->value_dim);
-    finish(job->out + h * job->value_dim, total, job->value_dim);
+    finish(job, h, job->out + h * job->value_dim, total);
   }
 }
 
@@ -258,10 +268,12 @@ void clb_attention(clb_engine *e, size_t layer, const clb_batch *batch, const fl
   attention_job job = {
       .engine = e,
       .batch = batch,
+      .sinks = e->layers[layer].sinks,
       .q = q,
       .out = out,
       .layer = layer,
       .window = g->layers[layer].window,
+      .chunk = g->layers[layer].chunk,
       .group = g->n_heads / n_groups,
       .n_groups = n_groups,
       .key_dim = g->kv_key_dim,

@@ -39,6 +39,7 @@ typedef struct {
   clb_matrix q_a, kv_a, kv_b, k_b, v_b;  // of latent attention; q is then its q_b
   clb_matrix gate, up, down;             // of the shared expert, or of a dense layer
   const float *attn_norm, *ffn_norm, *q_norm, *k_norm, *q_bias, *k_bias, *v_bias, *o_bias, *shared_router;
+  const float *attn_norm_bias, *ffn_norm_bias, *sinks, *router_bias;
   const float *attn_post_norm, *ffn_post_norm, *select_bias, *q_a_norm, *q_a_bias, *kv_a_norm, *kv_a_bias;
 } clb_layer;
 
@@ -78,6 +79,7 @@ typedef struct {
   clb_rows gathered;    // [G, H] inputs of a group of experts
   clb_rows hidden;      // [G, widest expert] activated gate times up, of a group
   float *up;            // [G, widest expert]
+  float *bias;          // [MAX_GROUP, 2 * widest expert + H] biases of a group of experts
   clb_rows wide;        // [B, shared or dense width]: the same of the network that all tokens go through
   float *wide_up;       // [B, shared or dense width]
   float *pairs;         // [B * K, H] output of each (token, slot), grouped by expert
@@ -146,7 +148,7 @@ typedef struct {
   clb_arena resident, vectors, kv_memory, scratch_memory;
   clb_layer *layers;  // [n_layers]
   clb_matrix token_embd, output;
-  const float *output_norm;
+  const float *output_norm, *output_norm_bias, *output_bias;
   bool embedding_on_demand;  // token_embd.data is NULL; rows are read when needed
   uint64_t embedding_offset;
   clb_kv_cache kv;
@@ -206,11 +208,14 @@ clb_prefetch *clb_prefetch_open(const clb_graph *g, size_t depth);  // NULL: no 
 void clb_prefetch_close(clb_prefetch *p);
 void clb_prefetch_after(clb_engine *e, size_t layer, size_t n_tokens);
 
-// linear.c: y[t, r] = w[r] . x[t] (+ bias[r]); with `up`: y[t, r] = silu(w[r] . x[t]) * (up[r] . x[t]).
+// activation.c: y[i] from gate[i] and up[i] as graph.activation says; y may be gate, and up is overwritten.
+void clb_activate(const clb_engine *e, float *y, const float *gate, float *up, size_t n);
+
+// linear.c: y[t, r] = w[r] . x[t] (+ bias[r]); with `up`: y = activation(y, up[r] . x[t] (+ up_bias[r])).
 typedef struct {
   const clb_matrix *w, *up;
   clb_rows x;  // in fast precision, quantized already unless `exact`
-  const float *bias;
+  const float *bias, *up_bias;
   float *y, *y_up;  // y_up: as large as y, overwritten
   size_t n_tokens, ldy;
   bool exact;  // whatever the engine's precision

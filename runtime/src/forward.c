@@ -9,7 +9,7 @@
 typedef struct {
   clb_engine *engine;
   size_t layer;
-  const float *norm;
+  const float *norm, *norm_bias;
   size_t first, to;  // token that task 0 is about, and the row it goes to
 } token_job;
 
@@ -39,6 +39,10 @@ static colibri_status read_embedding_row(clb_engine *e, uint32_t token) {
   return COLIBRI_OK;
 }
 
+static void scale(float *x, float factor, size_t n) {
+  for (size_t i = 0; i < n; i++) x[i] *= factor;
+}
+
 static colibri_status embed_token(clb_engine *e, uint32_t token, float *x) {
   const uint8_t *row = e->scratch.row;
   if (e->embedding_on_demand) {
@@ -48,8 +52,7 @@ static colibri_status embed_token(clb_engine *e, uint32_t token, float *x) {
     row = e->token_embd.data + token * e->token_embd.row_bytes;
   }
   clb_dequantize_with(e->kernels, e->token_embd.type, row, x, e->graph.hidden);
-  if (e->graph.embedding_scale == 1) return COLIBRI_OK;
-  for (size_t i = 0; i < e->graph.hidden; i++) x[i] *= (float)e->graph.embedding_scale;
+  if (e->graph.embedding_scale != 1) scale(x, (float)e->graph.embedding_scale, e->graph.hidden);
   return COLIBRI_OK;
 }
 
@@ -72,8 +75,18 @@ static colibri_status begin(clb_engine *e, const clb_batch *batch) {
 
 void clb_rms_norm(const clb_engine *e, const float *x, const float *weight, double eps, float *out, size_t n) {
   const float mean = clb_dot_f32(e->kernels, x, x, n) / (float)n;
-  const float scale = (float)(1 / sqrt((double)(mean + (float)eps)));
-  for (size_t i = 0; i < n; i++) out[i] = weight[i] * (x[i] * scale);
+  const float factor = (float)(1 / sqrt((double)(mean + (float)eps)));
+  for (size_t i = 0; i < n; i++) out[i] = weight ? weight[i] * (x[i] * factor) : x[i] * factor;
+}
+
+// weight * (x - mean) / sqrt(variance + eps) + bias
+static void layer_norm(const clb_engine *e, const float *x, const float *weight, const float *bias, float *out,
+                       size_t n) {
+  const float mean = clb_sum_f32(e->kernels, x, n) / (float)n;
+  for (size_t i = 0; i < n; i++) out[i] = x[i] - mean;
+  const float variance = clb_dot_f32(e->kernels, out, out, n) / (float)n;
+  const float factor = (float)(1 / sqrt((double)(variance + (float)e->graph.norm_eps)));
+  for (size_t i = 0; i < n; i++) out[i] = weight[i] * (out[i] * factor) + bias[i];
 }
 
 static void norm_task(void *context, size_t task, size_t worker) {
@@ -83,16 +96,19 @@ static void norm_task(void *context, size_t task, size_t worker) {
   const size_t h = job->engine->graph.hidden;
   const float *x = s->x + (job->first + task) * h;
   float *to = s->normed.x + (job->to + task) * h;
-  if (job->norm) {
-    clb_rms_norm(job->engine, x, job->norm, job->engine->graph.norm_eps, to, h);
-  } else {
+  if (!job->norm) {
     memcpy(to, x, h * sizeof *x);
+  } else if (job->norm_bias) {
+    layer_norm(job->engine, x, job->norm, job->norm_bias, to, h);
+  } else {
+    clb_rms_norm(job->engine, x, job->norm, job->engine->graph.norm_eps, to, h);
   }
 }
 
 // scratch.normed[to .. to + n_tokens) from scratch.x[first .. first + n_tokens); a copy without a weight
-static void norm(clb_engine *e, const float *weight, size_t first, size_t n_tokens, size_t to) {
-  clb_pool_run(e->pool, norm_task, &(token_job){.engine = e, .norm = weight, .first = first, .to = to}, n_tokens);
+static void norm(clb_engine *e, const float *weight, const float *bias, size_t first, size_t n_tokens, size_t to) {
+  token_job job = {.engine = e, .norm = weight, .norm_bias = bias, .first = first, .to = to};
+  clb_pool_run(e->pool, norm_task, &job, n_tokens);
 }
 
 // The angles are products in f32, as transformers has them; their cosine is as good as double makes it.
@@ -121,15 +137,20 @@ void clb_rotate(const clb_engine *e, float *head, size_t token) {
 }
 
 void clb_ffn_norm(clb_engine *e, size_t layer, size_t n_tokens) {
-  norm(e, e->layers[layer].ffn_norm, 0, n_tokens, 0);
+  norm(e, e->layers[layer].ffn_norm, e->layers[layer].ffn_norm_bias, 0, n_tokens, 0);
 }
 
 static void norm_heads(const clb_engine *e, float *heads, const float *weight, size_t n_heads) {
   const size_t d = e->graph.head_dim;
   const double eps = e->graph.norm_eps;
   if (e->graph.qk_norm == CLB_QK_NORM_FULL) clb_rms_norm(e, heads, weight, eps, heads, n_heads * d);
-  if (e->graph.qk_norm != CLB_QK_NORM_HEAD) return;
+  if (e->graph.qk_norm != CLB_QK_NORM_HEAD && e->graph.qk_norm != CLB_QK_NORM_L2) return;
   for (size_t h = 0; h < n_heads; h++) clb_rms_norm(e, heads + h * d, weight, eps, heads + h * d, d);
+}
+
+static void norm_qk(const clb_engine *e, const clb_layer *layer, float *q, float *k) {
+  norm_heads(e, q, layer->q_norm, e->graph.n_heads);
+  norm_heads(e, k, layer->k_norm, e->graph.n_kv_heads);
 }
 
 static void clip(const clb_engine *e, float *x, size_t n) {
@@ -139,6 +160,18 @@ static void clip(const clb_engine *e, float *x, size_t n) {
     if (x[i] > limit) x[i] = limit;
     if (x[i] < -limit) x[i] = -limit;
   }
+}
+
+static void rotate_heads(const clb_engine *e, float *heads, size_t n_heads, size_t token) {
+  for (size_t h = 0; h < n_heads; h++) clb_rotate(e, heads + h * e->graph.head_dim, token);
+}
+
+// Queries of layers without rope grow with the logarithm of their position.
+static void temper(const clb_engine *e, float *q, size_t position) {
+  const clb_graph *g = &e->graph;
+  if (g->temperature_scale == 0) return;
+  const float steps = floorf((float)(position + 1) / (float)g->temperature_floor);
+  scale(q, (float)log1p((double)steps) * (float)g->temperature_scale + 1, g->n_heads * g->head_dim);
 }
 
 // What happens to q, k and v of one token between their projection and attention; k and v go into the KV.
@@ -151,15 +184,19 @@ static void heads_task(void *context, size_t task, size_t worker) {
   const size_t d = g->head_dim, dv = g->value_dim, n_q = g->n_heads * d, n_k = g->n_kv_heads * d,
                n_v = g->n_kv_heads * dv;
   float *q = e->scratch.q + task * n_q, *k = e->scratch.k + task * n_k, *v = e->scratch.v + task * n_v;
-  norm_heads(e, q, layer->q_norm, g->n_heads);
-  norm_heads(e, k, layer->k_norm, g->n_kv_heads);
+  const bool rope = g->layers[job->layer].rope, normed = rope || g->qk_norm != CLB_QK_NORM_L2;
+  if (normed && !g->qk_norm_after_rope) norm_qk(e, layer, q, k);
   clip(e, q, n_q);
   clip(e, k, n_k);
   clip(e, v, n_v);
-  const bool rope = g->layers[job->layer].rope;
-  for (size_t h = 0; rope && h < g->n_heads; h++) clb_rotate(e, q + h * d, task);
+  if (rope) {
+    rotate_heads(e, q, g->n_heads, task);
+    rotate_heads(e, k, g->n_kv_heads, task);
+  } else {
+    temper(e, q, e->scratch.position[task]);
+  }
+  if (normed && g->qk_norm_after_rope) norm_qk(e, layer, q, k);
   for (size_t h = 0; h < g->n_kv_heads; h++) {
-    if (rope) clb_rotate(e, k + h * d, task);
     const size_t row = clb_kv_row(e, job->layer, e->scratch.sequence[task], h, e->scratch.position[task]);
     clb_kv_write_key(e, row, k + h * d);
     clb_kv_write_value(e, row, v + h * dv);
@@ -213,7 +250,7 @@ static void attention_block(clb_engine *e, size_t i, const clb_batch *batch) {
   const clb_layer *l = &e->layers[i];
   const clb_scratch *s = &e->scratch;
   const size_t n = batch->n_tokens;
-  norm(e, l->attn_norm, 0, n, 0);
+  norm(e, l->attn_norm, l->attn_norm_bias, 0, n, 0);
   clb_quantize(e, s->normed, n, g->hidden);
   if (g->attention == CLB_ATTENTION_MLA) {
     clb_mla(e, i, batch);
@@ -227,12 +264,14 @@ static void attention_block(clb_engine *e, size_t i, const clb_batch *batch) {
   if (l->attn_post_norm) {
     clb_pool_run(e->pool, post_norm_task, &(token_job){.engine = e, .norm = l->attn_post_norm}, n);
   }
-  clb_axpy_f32(e->kernels, s->x, s->projected, 1, n * g->hidden);
+  clb_axpy_f32(e->kernels, s->x, s->projected, (float)g->residual_scale, n * g->hidden);
 }
 
-static colibri_status check_logits(const clb_engine *e, const clb_span *span) {
+// The logits of a span, divided and checked.
+static colibri_status finish_logits(const clb_engine *e, const clb_span *span) {
   const size_t vocab = e->graph.vocab, first = span->position + span->n_tokens - span->n_logits;
   for (size_t i = 0; i < span->n_logits * vocab; i++) {
+    span->logits[i] /= (float)e->graph.logit_divisor;
     if (isfinite(span->logits[i])) continue;
     return clb_fail(e->error, COLIBRI_ERROR_NUMERIC,
                     "position %zu: the logit of token %zu is not finite; 'colibri verify' finds NaN in weights",
@@ -275,6 +314,7 @@ static void multiply_head(clb_engine *e, const clb_batch *batch) {
   for (size_t i = 0; i < batch->n_spans;) {
     clb_linear l = {.w = &e->output, .x = clb_rows_from(e->scratch.normed, row), .y = batch->spans[i].logits};
     l.ldy = vocab;
+    l.bias = e->output_bias;
     for (; i < batch->n_spans; i++) {
       const clb_span *span = &batch->spans[i];
       if (l.n_tokens == 0) l.y = span->logits;
@@ -291,12 +331,12 @@ static colibri_status head(clb_engine *e, const clb_batch *batch) {
   for (size_t i = 0; i < batch->n_spans; i++) {
     const clb_span *span = &batch->spans[i];
     end += span->n_tokens;
-    norm(e, e->output_norm, end - span->n_logits, span->n_logits, n_rows);
+    norm(e, e->output_norm, e->output_norm_bias, end - span->n_logits, span->n_logits, n_rows);
     n_rows += span->n_logits;
   }
   clb_quantize(e, e->scratch.normed, n_rows, e->graph.hidden);
   multiply_head(e, batch);
-  for (size_t i = 0; i < batch->n_spans; i++) CLB_TRY(check_logits(e, &batch->spans[i]));
+  for (size_t i = 0; i < batch->n_spans; i++) CLB_TRY(finish_logits(e, &batch->spans[i]));
   return COLIBRI_OK;
 }
 

@@ -1,5 +1,6 @@
 #include "graph.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -59,6 +60,19 @@ static const char *const KNOWN_GRAPH_KEYS[] = {
     "router_group_score",
     "router_norm_add",
     "router_norm_min",
+    "residual_scale",
+    "logit_divisor",
+    "activation_alpha",
+    "activation_limit",
+    "temperature_floor",
+    "temperature_scale",
+    "sinks",
+    "router_bias",
+    "output_bias",
+    "qk_norm_after_rope",
+    "experts_scale_input",
+    "chunks",
+    "router_jitter",
 };
 
 static bool is_known_graph_key(const char *key, size_t n_bytes) {
@@ -196,7 +210,7 @@ static colibri_status read_sizes(loader *l) {
 static colibri_status read_added_switches(loader *l) {
   clb_graph *g = l->graph;
   g->pre_norm = true;
-  g->embedding_scale = 1;
+  g->embedding_scale = g->residual_scale = g->logit_divisor = g->temperature_floor = 1;
   const struct {
     const char *key;
     bool *out;
@@ -205,6 +219,11 @@ static colibri_status read_added_switches(loader *l) {
       {"graph.pre_norm", &g->pre_norm},
       {"graph.post_norm", &g->post_norm},
       {"graph.router_select_bias", &g->router_select_bias},
+      {"graph.sinks", &g->sinks},
+      {"graph.router_bias", &g->router_bias},
+      {"graph.output_bias", &g->output_bias},
+      {"graph.qk_norm_after_rope", &g->qk_norm_after_rope},
+      {"graph.experts_scale_input", &g->experts_scale_input},
   };
   const struct {
     const char *key;
@@ -213,6 +232,10 @@ static colibri_status read_added_switches(loader *l) {
       {"graph.embedding_scale", -INFINITY, &g->embedding_scale},
       {"graph.router_norm_add", 0, &g->router_norm_add},
       {"graph.router_norm_min", 0, &g->router_norm_min},
+      {"graph.residual_scale", -INFINITY, &g->residual_scale},
+      {"graph.logit_divisor", FLT_MIN, &g->logit_divisor},
+      {"graph.temperature_floor", FLT_MIN, &g->temperature_floor},
+      {"graph.temperature_scale", -INFINITY, &g->temperature_scale},
   };
   for (size_t i = 0; i < COUNT(bools); i++) {
     if (has(l, bools[i].key)) CLB_TRY(read_bool(l, bools[i].key, bools[i].out));
@@ -221,6 +244,17 @@ static colibri_status read_added_switches(loader *l) {
     if (has(l, numbers[i].key)) CLB_TRY(read_f64(l, numbers[i].key, numbers[i].min, numbers[i].out));
   }
   return COLIBRI_OK;
+}
+
+// Numbers without which a switch has no meaning.
+static colibri_status read_constants(loader *l) {
+  clb_graph *g = l->graph;
+  if (g->activation == CLB_ACTIVATION_SWIGLU_OAI) {
+    CLB_TRY(read_f64(l, "graph.activation_alpha", FLT_MIN, &g->activation_alpha));
+    CLB_TRY(read_f64(l, "graph.activation_limit", FLT_MIN, &g->activation_limit));
+  }
+  if (g->router_score != CLB_SCORE_SPARSEMIXER) return COLIBRI_OK;
+  return read_f64(l, "graph.router_jitter", 0, &g->router_jitter);
 }
 
 // Experts in groups, of which the best are chosen first.
@@ -238,15 +272,18 @@ static colibri_status read_groups(loader *l) {
 }
 
 static colibri_status read_switches(loader *l) {
-  static const char *const attention[] = {"gqa", "mla"}, *const norm[] = {"rms"}, *const activation[] = {"silu"},
-                           *const score[] = {"softmax", "sigmoid"}, *const qk_norm[] = {"none", "head", "full"},
-                           *const pairing[] = {"half", "adjacent"};
+  static const char *const attention[] = {"gqa", "mla"}, *const norm[] = {"rms", "layer"},
+                           *const activation[] = {"silu", "swiglu_oai"},
+                           *const score[] = {"softmax", "sigmoid", "topk_sigmoid", "sparsemixer"},
+                           *const qk_norm[] = {"none", "head", "full", "l2"}, *const pairing[] = {"half", "adjacent"};
   clb_graph *g = l->graph;
   size_t word = 0;
   CLB_TRY(read_word(l, "graph.attention", attention, COUNT(attention), &word));
   g->attention = (clb_attention_kind)word;
   CLB_TRY(read_word(l, "graph.norm", norm, COUNT(norm), &word));
+  g->norm = (clb_norm)word;
   CLB_TRY(read_word(l, "graph.activation", activation, COUNT(activation), &word));
+  g->activation = (clb_activation)word;
   CLB_TRY(read_word(l, "graph.router_score", score, COUNT(score), &word));
   g->router_score = (clb_router_score)word;
   CLB_TRY(read_word(l, "graph.qk_norm", qk_norm, COUNT(qk_norm), &word));
@@ -263,6 +300,7 @@ static colibri_status read_switches(loader *l) {
   CLB_TRY(read_bool(l, "graph.router_norm", &g->router_norm));
   CLB_TRY(read_bool(l, "graph.shared_gated", &g->shared_gated));
   CLB_TRY(read_added_switches(l));
+  CLB_TRY(read_constants(l));
   return read_groups(l);
 }
 
@@ -272,6 +310,39 @@ static colibri_status read_u64_array(const loader *l, const char *key, uint64_t 
   if (n == n_expected) return COLIBRI_OK;
   return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: %s: expected %llu entries, found %zu", key,
                   (unsigned long long)n_expected, n);
+}
+
+static colibri_status check_flags(const loader *l, const char *key, const uint64_t *flags) {
+  for (size_t i = 0; i < l->graph->n_layers; i++) {
+    if (flags[i] <= 1) continue;
+    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: %s[%zu]: expected 0 or 1, found %llu", key, i,
+                    (unsigned long long)flags[i]);
+  }
+  return COLIBRI_OK;
+}
+
+// What differs by layer. rope_layers and chunks are optional: all layers rotate, none has chunks.
+static colibri_status read_layers(loader *l) {
+  clb_graph *g = l->graph;
+  const uint64_t *moe, *windows, *rope = NULL, *chunks = NULL;
+  CLB_TRY(read_u64_array(l, "moe_layers", g->n_layers, &moe));
+  CLB_TRY(check_flags(l, "moe_layers", moe));
+  CLB_TRY(read_u64_array(l, "graph.windows", g->n_layers, &windows));
+  if (clb_spec_find(l->container, "graph.rope_layers")) {
+    CLB_TRY(read_u64_array(l, "graph.rope_layers", g->n_layers, &rope));
+    CLB_TRY(check_flags(l, "graph.rope_layers", rope));
+  }
+  if (clb_spec_find(l->container, "graph.chunks")) {
+    CLB_TRY(read_u64_array(l, "graph.chunks", g->n_layers, &chunks));
+  }
+  g->layers = calloc((size_t)g->n_layers, sizeof *g->layers);
+  if (!g->layers) return clb_fail(l->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
+  for (size_t i = 0; i < g->n_layers; i++) {
+    g->layers[i] = (clb_graph_layer){
+        .moe = moe[i] == 1, .window = windows[i], .chunk = chunks ? chunks[i] : 0, .rope = !rope || rope[i] == 1};
+    g->n_moe_layers += moe[i];
+  }
+  return COLIBRI_OK;
 }
 
 static colibri_status read_arrays(loader *l) {
@@ -288,23 +359,7 @@ static colibri_status read_arrays(loader *l) {
   if (!clb_spec_u64_array(l->container, "eos_ids", &g->eos_ids, &g->n_eos)) {
     return bad_key(l, "eos_ids", "array of u64");
   }
-  const uint64_t *moe, *windows, *rope = NULL;
-  CLB_TRY(read_u64_array(l, "moe_layers", g->n_layers, &moe));
-  if (has(l, "graph.rope_layers")) CLB_TRY(read_u64_array(l, "graph.rope_layers", g->n_layers, &rope));
-  CLB_TRY(read_u64_array(l, "graph.windows", g->n_layers, &windows));
-  g->layers = calloc((size_t)g->n_layers, sizeof *g->layers);
-  if (!g->layers) return clb_fail(l->error, COLIBRI_ERROR_MEMORY, "no memory for the layer table");
-  for (size_t i = 0; i < g->n_layers; i++) {
-    if (moe[i] > 1) {
-      return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: moe_layers[%zu]: expected 0 or 1, found %llu", i,
-                      (unsigned long long)moe[i]);
-    }
-    g->layers[i].moe = moe[i] == 1;
-    g->layers[i].window = windows[i];
-    g->layers[i].rope = rope ? rope[i] != 0 : true;
-    g->n_moe_layers += moe[i];
-  }
-  return COLIBRI_OK;
+  return read_layers(l);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -352,6 +407,12 @@ static const struct {
     {CLB_ROLE_ATTN_V_B, "attn_v_b"},
     {CLB_ROLE_ATTN_Q_A_BIAS, "attn_q_a_bias"},
     {CLB_ROLE_ATTN_KV_A_BIAS, "attn_kv_a_bias"},
+    {CLB_ROLE_OUTPUT_BIAS, "output_bias"},
+    {CLB_ROLE_OUTPUT_NORM_BIAS, "output_norm_bias"},
+    {CLB_ROLE_ATTN_NORM_BIAS, "attn_norm_bias"},
+    {CLB_ROLE_ATTN_SINKS, "attn_sinks"},
+    {CLB_ROLE_FFN_NORM_BIAS, "ffn_norm_bias"},
+    {CLB_ROLE_ROUTER_BIAS, "router_bias"},
 };
 
 static const char *role_name(uint16_t role) {
@@ -413,7 +474,7 @@ static colibri_status find_gqa(const loader *l, clb_graph_layer *layer, int32_t 
     CLB_TRY(find(l, &layer->k_bias, CLB_ROLE_ATTN_K_BIAS, i, 0, k));
     CLB_TRY(find(l, &layer->v_bias, CLB_ROLE_ATTN_V_BIAS, i, 0, v));
   }
-  if (g->qk_norm == CLB_QK_NORM_NONE) return COLIBRI_OK;
+  if (g->qk_norm == CLB_QK_NORM_NONE || g->qk_norm == CLB_QK_NORM_L2) return COLIBRI_OK;
   bool full = g->qk_norm == CLB_QK_NORM_FULL;
   CLB_TRY(find(l, &layer->q_norm, CLB_ROLE_ATTN_Q_NORM, i, 0, full ? q : g->head_dim));
   return find(l, &layer->k_norm, CLB_ROLE_ATTN_K_NORM, i, 0, full ? k : g->head_dim);
@@ -445,16 +506,28 @@ static colibri_status find_mla(const loader *l, clb_graph_layer *layer, int32_t 
 static colibri_status find_attention(const loader *l, clb_graph_layer *layer, int32_t i) {
   const clb_graph *g = l->graph;
   const uint64_t h = g->hidden, out = g->n_heads * g->value_dim;
-  if (g->pre_norm) CLB_TRY(find(l, &layer->attn_norm, CLB_ROLE_ATTN_NORM, i, 0, h));
   CLB_TRY(g->attention == CLB_ATTENTION_MLA ? find_mla(l, layer, i) : find_gqa(l, layer, i));
   if (g->attention_gate) CLB_TRY(find(l, &layer->attn_gate, CLB_ROLE_ATTN_GATE, i, out, h));
   CLB_TRY(find(l, &layer->o, CLB_ROLE_ATTN_O, i, h, out));
   if (g->o_bias) CLB_TRY(find(l, &layer->o_bias, CLB_ROLE_ATTN_O_BIAS, i, 0, h));
-  if (g->post_norm) {
-    CLB_TRY(find(l, &layer->attn_post_norm, CLB_ROLE_ATTN_POST_NORM, i, 0, h));
-    CLB_TRY(find(l, &layer->ffn_post_norm, CLB_ROLE_FFN_POST_NORM, i, 0, h));
+  if (g->sinks) CLB_TRY(find(l, &layer->sinks, CLB_ROLE_ATTN_SINKS, i, 0, g->n_heads));
+  return COLIBRI_OK;
+}
+
+static colibri_status find_norms(const loader *l, clb_graph_layer *layer, int32_t i) {
+  const clb_graph *g = l->graph;
+  const uint64_t h = g->hidden;
+  if (g->pre_norm) {
+    CLB_TRY(find(l, &layer->attn_norm, CLB_ROLE_ATTN_NORM, i, 0, h));
+    CLB_TRY(find(l, &layer->ffn_norm, CLB_ROLE_FFN_NORM, i, 0, h));
   }
-  return g->pre_norm ? find(l, &layer->ffn_norm, CLB_ROLE_FFN_NORM, i, 0, h) : COLIBRI_OK;
+  if (g->pre_norm && g->norm == CLB_NORM_LAYER) {
+    CLB_TRY(find(l, &layer->attn_norm_bias, CLB_ROLE_ATTN_NORM_BIAS, i, 0, h));
+    CLB_TRY(find(l, &layer->ffn_norm_bias, CLB_ROLE_FFN_NORM_BIAS, i, 0, h));
+  }
+  if (!g->post_norm) return COLIBRI_OK;
+  CLB_TRY(find(l, &layer->attn_post_norm, CLB_ROLE_ATTN_POST_NORM, i, 0, h));
+  return find(l, &layer->ffn_post_norm, CLB_ROLE_FFN_POST_NORM, i, 0, h);
 }
 
 static colibri_status find_gated(const loader *l, clb_graph_layer *layer, int32_t i, uint16_t gate_role,
@@ -493,6 +566,7 @@ static colibri_status find_moe(const loader *l, clb_graph_layer *layer, int32_t 
   }
   CLB_TRY(check_groups(l, layer, i));
   CLB_TRY(find(l, &layer->router, CLB_ROLE_ROUTER, i, layer->n_experts, g->hidden));
+  if (g->router_bias) CLB_TRY(find(l, &layer->router_bias, CLB_ROLE_ROUTER_BIAS, i, 0, layer->n_experts));
   if (g->router_select_bias) CLB_TRY(find(l, &layer->select_bias, CLB_ROLE_ROUTER_SELECT_BIAS, i, 0, layer->n_experts));
   if (g->shared_width == 0) return COLIBRI_OK;
   CLB_TRY(find_gated(l, layer, i, CLB_ROLE_SHARED_GATE, g->shared_width));
@@ -532,6 +606,10 @@ static bool layer_uses(const clb_graph_layer *layer, const clb_tensor *t) {
       layer->kv_b,
       layer->k_b,
       layer->v_b,
+      layer->attn_norm_bias,
+      layer->ffn_norm_bias,
+      layer->sinks,
+      layer->router_bias,
   };
   for (size_t i = 0; i < COUNT(used); i++) {
     if (used[i] == t) return true;
@@ -546,7 +624,8 @@ static colibri_status check_all_used(const loader *l) {
   for (size_t i = 0; i < clb_container_n_tensors(l->container); i++) {
     const clb_tensor *t = clb_container_tensor(l->container, i);
     if (t->group == CLB_GROUP_OPTIONAL || t->role == CLB_ROLE_ROPE_FACTORS) continue;
-    bool used = t == g->token_embd || t == g->output || t == g->output_norm;
+    bool used = t == g->token_embd || t == g->output || t == g->output_norm || t == g->output_norm_bias ||
+                t == g->output_bias_of;
     if (t->layer >= 0 && (uint64_t)t->layer < g->n_layers) used = used || layer_uses(&g->layers[t->layer], t);
     if (!used) {
       return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED,
@@ -562,8 +641,13 @@ static colibri_status find_tensors(loader *l) {
   CLB_TRY(find(l, &g->token_embd, CLB_ROLE_TOKEN_EMBD, -1, g->vocab, g->hidden));
   CLB_TRY(find(l, &g->output, CLB_ROLE_OUTPUT, -1, g->vocab, g->hidden));
   CLB_TRY(find(l, &g->output_norm, CLB_ROLE_OUTPUT_NORM, -1, 0, g->hidden));
+  if (g->norm == CLB_NORM_LAYER) {
+    CLB_TRY(find(l, &g->output_norm_bias, CLB_ROLE_OUTPUT_NORM_BIAS, -1, 0, g->hidden));
+  }
+  if (g->output_bias) CLB_TRY(find(l, &g->output_bias_of, CLB_ROLE_OUTPUT_BIAS, -1, 0, g->vocab));
   for (size_t i = 0; i < g->n_layers; i++) {
     clb_graph_layer *layer = &g->layers[i];
+    CLB_TRY(find_norms(l, layer, (int32_t)i));
     CLB_TRY(find_attention(l, layer, (int32_t)i));
     if (layer->moe) {
       CLB_TRY(find_moe(l, layer, (int32_t)i));
@@ -578,10 +662,6 @@ static colibri_status find_tensors(loader *l) {
 // Experts
 
 static colibri_status check_part(const loader *l, uint32_t layout, const clb_part *part) {
-  if (part->role > CLB_PART_DOWN) {
-    return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "layout %u: expert biases are not executed by this version",
-                    layout);
-  }
   if (part->permutation != 0) {
     return clb_fail(l->error, COLIBRI_ERROR_UNSUPPORTED, "layout %u: permutation %u is not known to this version",
                     layout, part->permutation);
@@ -601,6 +681,7 @@ static colibri_status check_layouts(const loader *l) {
     const clb_layout *layout = clb_container_layout(l->container, (uint32_t)i);
     for (size_t p = 0; p < layout->n_parts; p++) {
       CLB_TRY(check_part(l, (uint32_t)i, &layout->parts[p]));
+      if (layout->parts[p].role > CLB_PART_DOWN) g->expert_bias = true;
       if (layout->parts[p].role == CLB_PART_GATE && layout->parts[p].rows > g->max_width) {
         g->max_width = layout->parts[p].rows;
       }

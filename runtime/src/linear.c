@@ -69,15 +69,21 @@ static void multiply(const clb_engine *e, const clb_linear *l, const clb_matrix 
   }
 }
 
+static void add_bias(float *y, const float *bias, size_t row0, size_t row1) {
+  if (!bias) return;
+  for (size_t r = row0; r < row1; r++) y[r] += bias[r];
+}
+
 static void run_rows(const clb_engine *e, const clb_linear *l, size_t row0, size_t row1) {
   multiply(e, l, l->w, l->y, row0, row1);
   if (l->up) multiply(e, l, l->up, l->y_up, row0, row1);
   for (size_t t = 0; t < l->n_tokens; t++) {
     float *y = l->y + t * l->ldy;
-    if (l->bias) {
-      for (size_t r = row0; r < row1; r++) y[r] += l->bias[r];
-    }
-    if (l->up) clb_silu_mul(e->kernels, y + row0, y + row0, l->y_up + t * l->ldy + row0, row1 - row0);
+    add_bias(y, l->bias, row0, row1);
+    if (!l->up) continue;
+    float *up = l->y_up + t * l->ldy;
+    add_bias(up, l->up_bias, row0, row1);
+    clb_activate(e, y + row0, y + row0, up + row0, row1 - row0);
   }
 }
 

@@ -236,6 +236,7 @@ static void place_feed_forward(clb_engine *e, uint8_t *base, uint64_t *used) {
   s->gathered = take_rows(e, base, used, group, h);
   s->hidden = take_rows(e, base, used, group, g->max_width);
   s->up = take_floats(base, used, group * g->max_width);
+  s->bias = take_floats(base, used, g->expert_bias ? CLB_MAX_GROUP * (2 * g->max_width + h) : 0);
   s->wide = take_rows(e, base, used, b, wide);
   s->wide_up = take_floats(base, used, b * wide);
   s->pairs = take_floats(base, used, b * g->top_k * h);
@@ -537,6 +538,10 @@ static void bind_layer(binder *b, const clb_graph_layer *from, clb_layer *to) {
   to->v_bias = bind_vector(b, from->v_bias);
   to->o_bias = bind_vector(b, from->o_bias);
   to->shared_router = bind_vector(b, from->shared_router);
+  to->attn_norm_bias = bind_vector(b, from->attn_norm_bias);
+  to->ffn_norm_bias = bind_vector(b, from->ffn_norm_bias);
+  to->sinks = bind_vector(b, from->sinks);
+  to->router_bias = bind_vector(b, from->router_bias);
   to->attn_post_norm = bind_vector(b, from->attn_post_norm);
   to->ffn_post_norm = bind_vector(b, from->ffn_post_norm);
   to->select_bias = bind_vector(b, from->select_bias);
@@ -560,6 +565,8 @@ static colibri_status load_resident(clb_engine *e) {
     for (size_t i = 0; i < e->graph.n_layers; i++) bind_layer(&b, &e->graph.layers[i], &e->layers[i]);
     e->output = bind_matrix(&b, e->graph.output);
     e->output_norm = bind_vector(&b, e->graph.output_norm);
+    e->output_norm_bias = bind_vector(&b, e->graph.output_norm_bias);
+    e->output_bias = bind_vector(&b, e->graph.output_bias_of);
     if (!e->embedding_on_demand) e->token_embd = bind_matrix(&b, e->graph.token_embd);
   }
   free(ranges);

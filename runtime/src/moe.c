@@ -15,6 +15,7 @@ typedef struct {
   size_t slot[CLB_MAX_GROUP], first_pair[CLB_MAX_GROUP];
   size_t first_row[CLB_MAX_GROUP + 1];
   clb_matrix gate[CLB_MAX_GROUP], up[CLB_MAX_GROUP], down[CLB_MAX_GROUP];
+  const float *gate_bias[CLB_MAX_GROUP], *up_bias[CLB_MAX_GROUP], *down_bias[CLB_MAX_GROUP];  // NULL for none
 } expert_group;
 
 typedef struct {
@@ -85,6 +86,20 @@ static bool fits(const moe_job *job, const clb_expert *expert) {
   return g->n < job->most && g->n_rows + n_tokens_of(e, expert->expert) <= group_rows(e);
 }
 
+// Biases of an expert, decoded into scratch.
+static void add_biases(const clb_engine *e, expert_group *g, size_t i, const clb_layout *layout, const uint8_t *data) {
+  const float **const biases[] = {&g->gate_bias[i], &g->up_bias[i], &g->down_bias[i]};
+  float *to = e->scratch.bias + i * (2 * e->graph.max_width + e->graph.hidden);
+  for (size_t b = 0; b < sizeof biases / sizeof *biases; b++) *biases[b] = NULL;
+  for (size_t p = 0; p < layout->n_parts; p++) {
+    const clb_part *part = &layout->parts[p];
+    if (part->role < CLB_PART_GATE_BIAS) continue;
+    clb_dequantize_with(e->kernels, part->type, data + part->offset, to, part->cols);
+    *biases[part->role - CLB_PART_GATE_BIAS] = to;
+    to += part->cols;
+  }
+}
+
 static void add_expert(const clb_engine *e, expert_group *g, const clb_expert *expert) {
   const size_t i = g->n++;
   g->slot[i] = expert->slot;
@@ -95,9 +110,17 @@ static void add_expert(const clb_engine *e, expert_group *g, const clb_expert *e
   g->gate[i] = part_matrix(expert, CLB_PART_GATE);
   g->up[i] = part_matrix(expert, CLB_PART_UP);
   g->down[i] = part_matrix(expert, CLB_PART_DOWN);
+  add_biases(e, g, i, expert->layout, expert->data);
 }
 
-// The inputs of one row of a group, as the products take them.
+// The router's weight of a row of `pairs`, which is one of the token's slots.
+static float weight_of(const clb_engine *e, size_t pair) {
+  size_t i = e->scratch.token_of[pair] * e->graph.top_k;
+  while (e->scratch.pair_of[i] != pair) i++;
+  return e->scratch.weights[i];
+}
+
+// The inputs of one row of a group, as the products take them; those that are scaled have no codes yet.
 static void gather_task(void *context, size_t task, size_t worker) {
   (void)worker;
   const moe_job *job = context;
@@ -108,6 +131,11 @@ static void gather_task(void *context, size_t task, size_t worker) {
   const size_t pair = g->first_pair[i] + task - g->first_row[i];
   const clb_rows from = clb_rows_from(e->scratch.normed, e->scratch.token_of[pair]);
   const clb_rows to = clb_rows_from(e->scratch.gathered, task);
+  if (e->graph.experts_scale_input) {
+    const float weight = weight_of(e, pair);
+    for (size_t j = 0; j < e->graph.hidden; j++) to.x[j] = from.x[j] * weight;
+    return;
+  }
   const bool gate_codes = clb_takes_codes(e, &g->gate[i]), up_codes = clb_takes_codes(e, &g->up[i]);
   if (gate_codes || up_codes) memcpy(to.codes, from.codes, from.code_bytes);
   if (!gate_codes || !up_codes) memcpy(to.x, from.x, e->graph.hidden * sizeof *to.x);
@@ -143,27 +171,32 @@ static clb_linear wide_out(const clb_engine *e, size_t layer, size_t n_tokens) {
                       .n_tokens = n_tokens};
 }
 
-// out[t] = down(silu(gate x[t]) * up x[t]) of all experts of the group, and of the shared expert if it is still to do.
+// out[t] = down(activation(gate x[t], up x[t])) of all experts of the group, and of the shared expert if it is still to
+// do.
 static void compute_group(moe_job *job) {
   clb_engine *e = job->engine;
   const clb_scratch *s = &e->scratch;
   const expert_group *g = job->group;
-  const bool shared = job->shared && !job->shared_done;
+  const bool shared = job->shared && !job->shared_done, gathered = job->n_tokens > 1 || e->graph.experts_scale_input;
   clb_linear in[CLB_MAX_LINEARS], out[CLB_MAX_LINEARS];
   for (size_t i = 0; i < g->n; i++) {
     const size_t row = g->first_row[i], n = g->first_row[i + 1] - row;
     const clb_rows hidden = clb_rows_from(s->hidden, row);
     in[i] = (clb_linear){.w = &g->gate[i], .up = &g->up[i], .y = hidden.x, .y_up = s->up + row * hidden.ld};
-    in[i].x = job->n_tokens == 1 ? s->normed : clb_rows_from(s->gathered, row);
+    in[i].x = gathered ? clb_rows_from(s->gathered, row) : s->normed;
+    in[i].bias = g->gate_bias[i];
+    in[i].up_bias = g->up_bias[i];
     in[i].ldy = hidden.ld;
     in[i].n_tokens = n;
     out[i] = (clb_linear){.w = &g->down[i], .x = hidden, .y = s->pairs + g->first_pair[i] * e->graph.hidden};
     out[i].ldy = e->graph.hidden;
+    out[i].bias = g->down_bias[i];
     out[i].n_tokens = n;
   }
   in[g->n] = wide_in(e, job->layer, job->n_tokens);
   out[g->n] = wide_out(e, job->layer, job->n_tokens);
-  if (job->n_tokens > 1) clb_pool_run(e->pool, gather_task, job, g->n_rows);
+  if (gathered) clb_pool_run(e->pool, gather_task, job, g->n_rows);
+  if (e->graph.experts_scale_input) clb_quantize(e, s->gathered, g->n_rows, e->graph.hidden);
   clb_linear_run(e, in, g->n + shared);
   quantize_hidden(e, g);
   if (shared) clb_quantize(e, s->wide, job->n_tokens, e->layers[job->layer].gate.rows);
@@ -185,7 +218,8 @@ static void add_task(void *context, size_t task, size_t worker) {
   memset(sum, 0, h * sizeof *sum);
   for (size_t slot = 0; slot < k; slot++) {
     const size_t i = task * k + slot;
-    clb_axpy_f32(e->kernels, sum, s->pairs + s->pair_of[i] * h, s->weights[i], h);
+    const float weight = e->graph.experts_scale_input ? 1 : s->weights[i];
+    clb_axpy_f32(e->kernels, sum, s->pairs + s->pair_of[i] * h, weight, h);
   }
   if (job->shared) {
     float scale = 1;
@@ -197,7 +231,7 @@ static void add_task(void *context, size_t task, size_t worker) {
   }
   const float *post_norm = e->layers[job->layer].ffn_post_norm;
   if (post_norm) clb_rms_norm(e, sum, post_norm, e->graph.norm_eps, sum, h);
-  clb_axpy_f32(e->kernels, s->x + task * h, sum, 1, h);
+  clb_axpy_f32(e->kernels, s->x + task * h, sum, (float)e->graph.residual_scale, h);
 }
 
 // The next expert of the request, or what prevents it, waiting only if `wait`. Threads that spin would take time from
@@ -284,6 +318,6 @@ void clb_dense(clb_engine *e, size_t layer, size_t n_tokens) {
   for (size_t t = 0; post_norm && t < n_tokens; t++) {
     clb_rms_norm(e, y + t * h, post_norm, e->graph.norm_eps, y + t * h, h);
   }
-  clb_axpy_f32(e->kernels, e->scratch.x, y, 1, n_tokens * h);
+  clb_axpy_f32(e->kernels, e->scratch.x, y, (float)e->graph.residual_scale, n_tokens * h);
   e->metrics.experts_seconds += clb_seconds() - before;
 }

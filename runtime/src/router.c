@@ -42,9 +42,60 @@ static bool sigmoid(const clb_engine *e, float *p, size_t n) {
   return true;
 }
 
-// Logits to scores, in place. False when one is not finite.
+static bool plain(const clb_engine *e, float *p, size_t n) {
+  (void)e;
+  for (size_t i = 0; i < n; i++) {
+    if (!isfinite(p[i])) return false;
+  }
+  return true;
+}
+
+static void score_weights(const clb_engine *e, const float *p, size_t n, const uint32_t *chosen, float *weights) {
+  (void)n;
+  for (size_t s = 0; s < e->graph.top_k; s++) weights[s] = p[chosen[s]];
+}
+
+static void sigmoid_weights(const clb_engine *e, const float *p, size_t n, const uint32_t *chosen, float *weights) {
+  score_weights(e, p, n, chosen, weights);
+  sigmoid(e, weights, e->graph.top_k);
+}
+
+static bool contains(const uint32_t *chosen, size_t n, size_t expert) {
+  for (size_t i = 0; i < n; i++) {
+    if (chosen[i] == expert) return true;
+  }
+  return false;
+}
+
+// The share of each chosen expert in a softmax over what is left without the better ones, of which only those near
+// enough to it count (SparseMixer-v2, arXiv 2409.12136, as evaluated).
+static void sparsemixer_weights(const clb_engine *e, const float *p, size_t n, const uint32_t *chosen, float *weights) {
+  const float threshold = (float)(2 * e->graph.router_jitter);
+  for (size_t s = 0; s < e->graph.top_k; s++) {
+    const float max = p[chosen[s]];
+    double sum = 0;
+    for (size_t i = 0; i < n; i++) {
+      const float size = fabsf(p[i]), factor = size > max ? size : max;
+      if ((max - p[i]) / factor > threshold || contains(chosen, s, i)) continue;
+      sum += exp((double)p[i] - (double)max);
+    }
+    weights[s] = (float)(1 / sum);
+  }
+}
+
+// Logits to the scores of the choice, in place, false when one is not finite; and scores to the weights of the chosen.
 typedef bool (*score_function)(const clb_engine *e, float *p, size_t n);
-static const score_function SCORES[] = {[CLB_SCORE_SOFTMAX] = softmax, [CLB_SCORE_SIGMOID] = sigmoid};
+typedef void (*weight_function)(const clb_engine *e, const float *p, size_t n, const uint32_t *chosen, float *weights);
+
+static const struct {
+  score_function score;
+  weight_function weigh;
+} KINDS[] = {
+    [CLB_SCORE_SOFTMAX] = {softmax, score_weights},
+    [CLB_SCORE_SIGMOID] = {sigmoid, score_weights},
+    [CLB_SCORE_TOPK_SIGMOID] = {plain, sigmoid_weights},
+    [CLB_SCORE_SPARSEMIXER] = {plain, sparsemixer_weights},
+};
 
 // How good a group of experts is by the scores of its members.
 typedef float (*group_function)(const float *p, size_t n);
@@ -100,13 +151,13 @@ static void scale_weights(const clb_graph *g, float *weights) {
 static bool route_token(const clb_engine *e, float *scores, size_t n_experts, const float *bias, uint32_t *chosen,
                         float *weights) {
   const clb_graph *g = &e->graph;
-  if (!SCORES[g->router_score](e, scores, n_experts)) return false;
+  if (!KINDS[g->router_score].score(e, scores, n_experts)) return false;
   float *selection = e->scratch.selection;
   memcpy(selection, scores, n_experts * sizeof *scores);
   if (bias) clb_axpy_f32(e->kernels, selection, bias, 1, n_experts);
   if (g->router_groups > 1) mask_groups(g, selection, n_experts);
   choose_top(selection, n_experts, g->top_k, chosen, weights);
-  for (size_t s = 0; s < g->top_k; s++) weights[s] = scores[chosen[s]];
+  KINDS[g->router_score].weigh(e, scores, n_experts, chosen, weights);
   scale_weights(g, weights);
   return true;
 }
@@ -117,6 +168,7 @@ bool clb_route(clb_engine *e, size_t layer, size_t n_tokens, size_t *bad) {
   const size_t n_experts = g->layers[layer].n_experts, k = g->top_k;
   clb_linear_run(e,
                  &(clb_linear){.w = &e->layers[layer].router,
+                               .bias = e->layers[layer].router_bias,
                                .x = s->normed,
                                .y = s->router,
                                .ldy = n_experts,

@@ -57,13 +57,22 @@ _SEEDS = {
     "qwen2_moe-yarn-keys": 8,
     "flex_olmo-f32": 8,
     "flex_olmo-top1": 8,
-    "deepseek_v3-f32": 8,
     "deepseek-f32": 9,
     "dots1-f32": 9,
     "deepseek_v2-yarn": 22,
     "deepseek_v3-yarn": 8,
     "deepseek_v3-bias": 8,
     "deepseek_v3-old-gguf": 8,
+    "hunyuan_v1_moe-top1": 8,
+    "granitemoe-llama3": 8,
+    "hunyuan_v1_moe-alpha": 9,
+    "deepseek_v3-f32": 8,
+    "phimoe-f32": 8,
+    "llama4-f32": 8,
+    "llama4-chunk": 8,
+    "llama4-sparse": 8,
+    "llama4-llama3": 8,
+    "llama4-far": 10,
 }
 """Seeds of prompts that leave no router choice to the last bits; 7 elsewhere."""
 
@@ -113,7 +122,7 @@ def _long(name: str, family: str, gguf: bool = True, **spec: Any) -> Case:
     return Case(
         name,
         family,
-        tm.default_spec(family, max_position=256, **spec),
+        tm.default_spec(family, **{"max_position": 256} | spec),
         prompts=(232,),
         positions=_LONG,
         gguf=gguf,
@@ -199,6 +208,70 @@ def _cases() -> list[Case]:
     return out
 
 
+def _more_cases() -> list[Case]:
+    """The families of `tiny_families`: what differs from a plain one, at top-k 1, some and all."""
+    out = []
+    for family in tm.more.FAMILIES:
+        spec = tm.default_spec(family)
+        out += [Case(f"{family}-{dtype}", family, spec, dtype) for dtype in ("f32", "bf16")]
+        if family != "phimoe":  # its router is defined for two experts only
+            out.append(_case(f"{family}-top1", family, top_k=1))
+            out.append(_case(f"{family}-topall", family, top_k=12))
+    alpha = _rope("dynamic", alpha=100.0, factor=1.0)
+    out += [
+        Case(  # every second layer, and of those not the first
+            "qwen3_moe-sparse-step",
+            "qwen3_moe",
+            tm.default_spec("qwen3_moe", layers=4, dense_layers=(0, 1, 2)),
+            overrides={"decoder_sparse_step": 2, "mlp_only_layers": [1]},
+        ),
+        _case("granitemoe-bias", "granitemoe", attention_bias=True, tied=True),
+        _long("granitemoe-llama3", "granitemoe", rope=_LLAMA3),
+        _case("hunyuan_v1_moe-bias", "hunyuan_v1_moe", attention_bias=True, tied=True),
+        _long("hunyuan_v1_moe-alpha", "hunyuan_v1_moe", gguf=False, rope=alpha),
+    ]
+    limits = {"swiglu_limit": 0.8, "swiglu_alpha": 1.3}
+    spec = tm.default_spec("gpt_oss")
+    out.append(Case("gpt_oss-limit", "gpt_oss", spec, overrides=limits, gguf=False))
+    plain = {"use_qk_norm": False, "attn_temperature_tuning": False}
+    out += [
+        _case("phimoe-topall", "phimoe", experts=2),
+        _case("phimoe-plain", "phimoe", attention_bias=False, tied=True, window=11),
+        Case(
+            "phimoe-jitter",
+            "phimoe",
+            tm.default_spec("phimoe"),
+            overrides={"router_jitter_noise": 0.3},
+            gguf=False,
+        ),
+        _case("llama4-chunk", "llama4", gguf=False, window=10),
+        Case(
+            "llama4-sparse",
+            "llama4",
+            tm.default_spec("llama4", window=7, dense_layers=(), tied=True),
+            overrides={"interleave_moe_layer_step": 1},
+            gguf=False,
+        ),
+        Case(
+            "llama4-plain",
+            "llama4",
+            tm.default_spec("llama4", window=10, attention_bias=True),
+            overrides=plain,
+            gguf=False,
+        ),
+        _long("llama4-llama3", "llama4", rope=_LLAMA3),
+    ]
+    far = {"prompts": (300,), "positions": (0, 99, 100, 199, 200, 254, 255, 256, 257, 299)}
+    sinks = tm.default_spec("gpt_oss", max_position=512)
+    chunks = tm.default_spec("llama4", window=100)
+    out += [  # the engine sums attention up in pieces of 256 positions
+        Case("gpt_oss-far", "gpt_oss", sinks, **far),
+        Case("llama4-far", "llama4", chunks, gguf=False, **far),
+    ]
+    out.append(_long("gpt_oss-long", "gpt_oss", rope={**_YARN, "truncate": False}, tied=True))
+    return out
+
+
 def _row_cases() -> list[Case]:
     """Cases of the families that are made from their row of the table."""
     out = []
@@ -269,7 +342,7 @@ def _switch_cases() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in [*_cases(), *_row_cases()]}
+CASES = {case.name: case for case in (*_cases(), *_more_cases(), *_row_cases())}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ torch.set_num_threads(1)  # tiny models; threads would only wait for each other
 
 CHECK_TOLERANCE = 1e-5
 SHIPPED = "tiny-moe"
-ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter")
+ROUTERS = ("TopKRouter", "TopkRouter", "TokenChoiceRouter", "V1Gate", "Llama4Router")
 SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers knows under another name."""
 
@@ -130,6 +130,9 @@ def run(model: Any, tokens: list[int], positions: list[int]) -> Oracle:
     seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def watch(module: Any, args: Any, out: Any) -> None:
+        if type(module).__name__ == "Llama4Router":  # scores of all, 0 but for the chosen
+            chosen = torch.topk(out[1], module.top_k).indices
+            out = out[1], out[0].gather(1, chosen), chosen
         logits, weights, chosen = (t.detach().numpy() for t in out)
         seen.append((chosen, weights, choice_gap(module, args, logits, chosen.shape[1])))
 

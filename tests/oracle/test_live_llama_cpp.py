@@ -11,11 +11,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tiny_models as tm
-from tiny_containers import Containers
+from test_tiny_families import mxfp4_form
+from tiny_containers import Containers, logits
 
 from colibri_tools.engine import Engine
 from oracle import cases
@@ -33,14 +35,35 @@ CONVERTED = [
     name
     for name, case in CASES.items()
     if case.family in cases.ROW_FAMILIES and case.gguf and name not in cases.NOT_CONVERTED
-]
+] + [f"{family}-f32" for family in tm.ALL_FAMILIES]
+
+_LISTS = {"moe_intermediate_size": 40, "moe_topk": 3, "num_shared_expert": 1}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_moe": {
+        "num_experts_per_tok": tm.DELETE,
+        **{name: [value] * 3 for name, value in _LISTS.items()},
+    },
+    "phimoe": {
+        "architectures": ["PhiMoEForCausalLM"],
+        "original_max_position_embeddings": 512,
+    },
+}
+"""Config keys as in the published models, which the converter was written for."""
 
 
 def convert(folder: Path, case: Case) -> Path:
     """The file that the converter makes of a case's checkpoint."""
-    tm.write_hf(folder / "hf", case.family, case.spec, dtype=case.dtype, overrides=case.overrides)
-    script, out = Path(__file__).with_name("convert_with_llama_cpp.py"), folder / "model.gguf"
-    command = [sys.executable, str(script), LLAMA_CPP, str(folder / "hf"), str(out)]
+    overrides = {**case.overrides, **PUBLISHED.get(case.family, {})}
+    source = tm.write_hf(
+        folder / "hf", case.family, case.spec, dtype=case.dtype, overrides=overrides
+    )
+    return run_converter(source, folder / "model.gguf")
+
+
+def run_converter(source: Path, out: Path) -> Path:
+    """Convert one directory."""
+    script = Path(__file__).with_name("convert_with_llama_cpp.py")
+    command = [sys.executable, str(script), LLAMA_CPP, str(source), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return out
@@ -56,3 +79,24 @@ def test_a_converted_file_gives_the_logits_of_transformers(
         for oracle in cases.load(case):
             found = np.array(engine.forward(oracle.tokens))
             assert cases.error(found[oracle.positions], oracle.logits) <= cases.LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("family", tm.more.FAMILIES)
+def test_our_own_gguf_files_are_those_of_the_converter(containers: Containers, family: str) -> None:
+    case = CASES[f"{family}-f32"]
+    converted = containers.from_source(convert(containers.folder(), case))
+    ours = containers.gguf(family, case.spec)
+    assert np.array_equal(logits(converted, case.tokens(0)), logits(ours, case.tokens(0)))
+
+
+def test_converted_mxfp4_experts_equal_the_published_form(containers: Containers) -> None:
+    """gpt-oss: blocks and scales, reshuffled by the converter and by us."""
+    spec = tm.default_spec("gpt_oss", width=32, layers=2)
+    folder = containers.folder()
+    overrides = {"quantization_config": {"quant_method": "mxfp4"}}
+    source = tm.write_hf(folder / "hf", "gpt_oss", spec, overrides=overrides)
+    weights = mxfp4_form(tm.tensors("gpt_oss", spec))
+    tm.write_safetensors(source / "model.safetensors", weights)
+    converted = containers.from_source(run_converter(source, folder / "model.gguf"))
+    ours = containers.from_source(source)
+    assert np.array_equal(logits(converted, tm.prompt(40)), logits(ours, tm.prompt(40)))

@@ -124,7 +124,7 @@ def generate(model: Any, tokens: list[int]) -> list[tuple[int, float]]:
     return out
 
 
-GENERATED = [f"{f}-{d}" for f in tm.FAMILIES for d in ("f32", "bf16")]
+GENERATED = [f"{f}-{d}" for f in tm.ALL_FAMILIES for d in ("f32", "bf16")]
 GENERATED += [f"{family}-f32" for family in cases.ROW_FAMILIES]
 
 

@@ -85,6 +85,7 @@ GGUF_DEFAULTS = {
     "rope_log_unit": 1.0,
     "rope_beta_fast": 32.0,
     "rope_beta_slow": 1.0,
+    "rope_truncate": True,
 }
 
 HF_TENSORS = (*common.HF_MODEL, *common.HF_ATTENTION)
