@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from colibri_tools import __version__
-from colibri_tools.errors import ColibriError, hints
+from colibri_tools.errors import ColibriError, UsageError, hints
 from colibri_tools.output import Output, parse_size
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 0, 1, 2, 130, 141
@@ -226,6 +226,7 @@ def respec_command(output: Output, path: Path, dry_run: bool) -> None:
 colibri run model.colibri --prompt "The file system is" --max-tokens 64 --expert-cache 8G
 colibri run model.colibri --tokens 1,2,3 --max-tokens 0 --logits logits.npy
 echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperature 0.8 --seed 7
+colibri run model.colibri --chat --system "You answer in one sentence."
 """,
 )
 @click.argument("path", type=PATH)
@@ -233,11 +234,14 @@ echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperatur
 @click.option("--prompt-file", type=PATH, help="A file with the prompt; - is standard input.")
 @click.option("--tokens", help="The prompt as token ids: 1,2,3.")
 @click.option(
+    "--chat", is_flag=True, help="Use the model's chat template; without a prompt, a conversation."
+)
+@click.option("--system", help="A system message before the chat.")
+@click.option("--stop", multiple=True, help="End where this text comes (repeatable).")
+@click.option(
     "--max-tokens",
     type=click.IntRange(0),
-    default=128,
-    show_default=True,
-    help="Tokens to generate; 0 = evaluate the prompt only.",
+    help="Tokens to generate; 0 = evaluate the prompt only. Default: 128, in a chat 1024.",
 )
 @click.option(
     "--ctx", type=click.IntRange(1), help="Positions to make room for; default: what is needed."
@@ -315,8 +319,16 @@ def run_command(output: Output, path: Path, **options: Any) -> None:
 
     Experts are read on demand into a bounded cache.
 
-    The text goes to standard output as it is made, the measurements to standard error.
+    The text goes to standard output as it is made, the measurements to standard error. --chat
+    without a prompt is a conversation: /reset begins anew, Ctrl-C stops a reply, Ctrl-D leaves.
     """
+    if options["chat"] and all(options[key] is None for key in ("prompt", "prompt_file", "tokens")):
+        from colibri_tools.chat import interactive
+
+        if output.json_mode:
+            raise UsageError("--json is of a single answer: give --prompt with --chat")
+        interactive(path, write=output.text, note=output.note, **options)
+        return
     from colibri_tools.run import run
 
     result = run(
@@ -328,6 +340,46 @@ def run_command(output: Output, path: Path, **options: Any) -> None:
     output.measured(result)
     if result.interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
+
+
+@command(
+    "tokenize",
+    example="""
+colibri tokenize model.colibri --text "The file system is"
+colibri tokenize model.gguf --json < notes.txt | jq .tokens
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--text", help="The text; without it, standard input.")
+@click.option("--no-special", is_flag=True, help="Without what is put around a text, as BOS.")
+def tokenize_command(output: Output, path: Path, text: str | None, no_special: bool) -> None:
+    """Show the token ids of a text.
+
+    PATH is a container, a Hugging Face directory or a .gguf file. Special tokens in the text are
+    recognized; no chat template is used.
+    """
+    from colibri_tools.tokenize import tokenize
+
+    report(output, tokenize(path, text, special=not no_special))
+
+
+@command(
+    "detokenize",
+    example="""
+colibri detokenize model.colibri --tokens 504,2302,832
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--tokens", required=True, help="Token ids: 1,2,3.")
+@click.option("--special", is_flag=True, help="Show special tokens too.")
+def detokenize_command(output: Output, path: Path, tokens: str, special: bool) -> None:
+    """Show the text of token ids.
+
+    PATH is a container, a Hugging Face directory or a .gguf file.
+    """
+    from colibri_tools.detokenize import detokenize
+
+    report(output, detokenize(path, tokens, special=special))
 
 
 def report(output: Output, result: Any) -> None:

@@ -18,6 +18,7 @@ from colibri_tools.container.layout import (
 )
 from colibri_tools.mapping import ExpertSlots, MappedResident, MappedRow, SourceMapping, map_source
 from colibri_tools.sources import Source, SourceTensor
+from colibri_tools.text.derive import text_parts
 
 __all__ = [
     "BlockTask",
@@ -123,10 +124,13 @@ def plan_repack(source: Source, options: RepackOptions) -> RepackPlan:
     mapping = map_source(source)
     mapping.require_complete(source.path)
     layouts, rows = _layouts(mapping.rows)
+    text = text_parts(source)
+    mapping.warnings.extend(text.warnings)
     container = plan_container(
-        spec={**mapping.spec, "order": ORDER},
-        blobs=source.blobs,
-        provenance=_provenance(source, mapping, options),
+        spec={**mapping.spec, **text.spec, "order": ORDER},
+        blobs={**text.blobs, **source.blobs},
+        provenance={**_provenance(source, mapping, options), **text.provenance},
+        tokenizer=text.tables,
         residents=[_item(resident) for resident in mapping.residents],
         layouts=layouts,
         rows=rows,

@@ -18,10 +18,17 @@ from colibri_tools.container import Container, reader
 from colibri_tools.container.fileops import backup_path
 from colibri_tools.container.format import SectionKind
 from colibri_tools.container.kv import KvType, decode_kv, encode_kv
-from colibri_tools.container.rewrite import locked, rebuilt_head, restore, write_head
+from colibri_tools.container.rewrite import (
+    NoRoomError,
+    locked,
+    rebuilt_head,
+    restore,
+    write_head,
+)
 from colibri_tools.container.spec import SPEC_KEYS
 from colibri_tools.errors import JobError, quote, quote_some
 from colibri_tools.mapping import SourceMapping, map_source
+from colibri_tools.text.derive import TextParts, text_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,12 +50,16 @@ class SpecChange:
 
 @dataclass(frozen=True, slots=True)
 class RespecResult:
-    """What a respec did, or would do (`dry_run`). `id` is the container's id afterwards."""
+    """What a respec did, or would do (`dry_run`). `id` is the container's id afterwards.
+
+    `new_tables`: the tokenizer tables are new or other ones.
+    """
 
     path: Path
     dry_run: bool
     changed: bool
     changes: tuple[SpecChange, ...]
+    new_tables: bool
     family: str
     executable: bool
     id: str
@@ -69,6 +80,8 @@ class RespecResult:
         for change in self.changes:
             line = f"{change.key}: {_shown(change.old)} -> {_shown(change.new)}"
             console.print(escape(line), soft_wrap=True)
+        if self.new_tables:
+            console.print("tokenizer tables for colibri-run --prompt")
         done = "would change" if self.dry_run else "changed"
         keys = f"{len(self.changes)} key{'' if len(self.changes) == 1 else 's'}"
         console.print(f"{done} {keys} of the spec: {escape(str(self.path))}", soft_wrap=True)
@@ -79,6 +92,7 @@ class _Proposal:
     """What is now and what should be. `head` is None where nothing changes."""
 
     changes: tuple[SpecChange, ...]
+    new_tables: bool
     spec: Mapping[str, Any]
     id: str
     old_head: bytes
@@ -121,6 +135,7 @@ def _result(
         dry_run=dry_run,
         changed=proposal.head is not None,
         changes=proposal.changes,
+        new_tables=proposal.new_tables,
         family=proposal.spec["family"],
         executable=proposal.spec["executable"],
         id=container_id,
@@ -138,24 +153,57 @@ def _propose(path: Path) -> _Proposal:
                 f"{path}: its spec has keys that this version does not know: "
                 f"{quote_some(unknown)}; use the version that made it"
             )
-        mapping = map_source(carried_source(container))
+        source = carried_source(container)
+        mapping = map_source(source)
         mapping.require_complete(str(path))
         _check_same_tensors(container, mapping)
+        text = text_parts(source)
         # Order is what the file is, not what its source says.
-        spec = {**mapping.spec, "order": container.spec["order"]}
+        spec = {**mapping.spec, **_text_spec(container, text), "order": container.spec["order"]}
         section = encode_kv(spec, SPEC_KEYS)
         new, _ = decode_kv(section, "spec")
         changes = tuple(_compare(container.spec, new))
         old_head = container.read(0, container.data_offset)
+        tables = text.tables
+        if tables == _section(container, SectionKind.TOKENIZER):
+            tables = None
+        replaced = {
+            int(SectionKind.SPEC): section,
+            int(SectionKind.PROVENANCE): _provenance(container),
+        }
+        warnings = [*mapping.warnings, *text.warnings]
         head = None
-        if changes:
-            replaced = {
-                int(SectionKind.SPEC): section,
-                int(SectionKind.PROVENANCE): _provenance(container),
-            }
-            head = rebuilt_head(old_head, replaced, str(path))
-        warnings = tuple(mapping.warnings)
-        return _Proposal(changes, new, container.id, old_head, head, warnings)
+        if tables is not None:
+            head = _with_tables(old_head, replaced, tables, str(path), warnings)
+        if head is None and changes:
+            tables, head = None, rebuilt_head(old_head, replaced, str(path))
+        new_tables = head is not None and tables is not None
+        return _Proposal(changes, new_tables, new, container.id, old_head, head, tuple(warnings))
+
+
+def _with_tables(
+    old_head: bytes, replaced: Mapping[int, bytes], tables: bytes, path: str, warnings: list[str]
+) -> bytes | None:
+    """Return the head with tables for the C tokenizer, None if there is no room for them."""
+    try:
+        return rebuilt_head(old_head, {**replaced, int(SectionKind.TOKENIZER): tables}, path)
+    except NoRoomError as error:
+        warnings.append(f"no tokenizer tables for colibri-run --prompt: {error.message}")
+        return None
+
+
+def _text_spec(container: Container, text: TextParts) -> dict[str, Any]:
+    """A tokenizer.json that is not carried cannot be added: the other files do not move."""
+    if text.blobs.keys() <= container.blobs.keys():
+        return text.spec
+    return {**text.spec, "tokenizer": container.spec["tokenizer"]}
+
+
+def _section(container: Container, kind: SectionKind) -> bytes | None:
+    for found, offset, n_bytes in container.sections:
+        if found == kind:
+            return container.read(offset, n_bytes)
+    return None
 
 
 def _compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[SpecChange]:

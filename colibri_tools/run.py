@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypedDict
 
 import numpy as np
 
+from colibri_tools.chat import CHAT_MAX_TOKENS, Conversation
 from colibri_tools.container import open as open_container
 from colibri_tools.engine import (
     DEFAULT_BATCH_SIZE,
@@ -32,16 +33,26 @@ from colibri_tools.engine import (
 from colibri_tools.errors import FormatError, JobError, UsageError, quote
 from colibri_tools.output import format_bytes
 from colibri_tools.run_report import Counters, Plan, Profile
+from colibri_tools.text.derive import TOKENIZER_BLOB
+from colibri_tools.text.loading import TokenizerMissing, load_tokenizer, without_surrogates
+from colibri_tools.text.stop import StopTexts
 
 if TYPE_CHECKING:
     from rich.console import Console
     from tokenizers import Tokenizer
 
-__all__ = ["DEFAULT_MAX_TOKENS", "RunResult", "TextStream", "parse_tokens", "run"]
+__all__ = [
+    "DEFAULT_MAX_TOKENS",
+    "Generation",
+    "RunResult",
+    "TextStream",
+    "make_sampling",
+    "parse_tokens",
+    "run",
+]
 
 DEFAULT_MAX_TOKENS = 128
 _NO_BUDGET = (1 << 63) - 1
-_TOKENIZER_BLOB = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +61,7 @@ class RunResult:
 
     `text` is the generated text without special tokens, None when the container has no tokenizer;
     `tokens` are the generated ids, with the end-of-text id that stopped it. `stop_reason` is
-    "eos", "max-tokens", "context" or "interrupted".
+    "eos", "stop", "max-tokens", "context" or "interrupted".
     """
 
     text: str | None
@@ -132,7 +143,7 @@ def run(
     prompt: str | None = None,
     prompt_file: str | os.PathLike[str] | None = None,
     tokens: Sequence[int] | str | None = None,
-    max_tokens: int = DEFAULT_MAX_TOKENS,
+    max_tokens: int | None = None,
     ctx: int | None = None,
     threads: int = 0,
     batch_size: int | None = None,
@@ -155,6 +166,9 @@ def run(
     ignore_eos: bool = False,
     logits: str | os.PathLike[str] | None = None,
     profile: bool = False,
+    chat: bool = False,
+    system: str | None = None,
+    stop: Sequence[str] = (),
     on_text: Callable[[str], None] | None = None,
     on_plan: Callable[[Plan], None] | None = None,
 ) -> RunResult:
@@ -162,7 +176,9 @@ def run(
 
     Exactly one of `prompt`, `prompt_file` ("-" is standard input) and `tokens` (ids, or a string
     "1,2,3") is the prompt; text is encoded as the container's tokenizer.json does it, with its
-    beginning-of-text token, and without a chat template. `on_text` is called with each piece of
+    beginning-of-text token. With `chat` it is a message, put into the container's chat template
+    behind a `system` one. Any of the texts `stop` ends the generated text and is not part of it.
+    `max_tokens` None is 128, in a chat 1024. `on_text` is called with each piece of
     generated text as it comes (ids and a space when there is no tokenizer). `logits` names a .npy
     file for the prompt's logits, float32 [positions, vocab]. `precision` None is "fast", but
     "exact" with `logits`. `ctx` None makes room for the prompt
@@ -173,13 +189,29 @@ def run(
 
     Raises UsageError for options that contradict each other or the model, FormatError and JobError.
     """
-    sampling = _sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling = make_sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    check_text_options(chat=chat, system=system, stop=stop, tokens=tokens)
+    if max_tokens is None:
+        max_tokens = CHAT_MAX_TOKENS if chat else DEFAULT_MAX_TOKENS
     if max_tokens < 0:
         raise UsageError(f"max-tokens: expected 0 or more, found {max_tokens}")
     _check_logits_path(path, logits)
     text_prompt = _text_prompt(prompt, prompt_file, tokens)
-    tokenizer = _load_tokenizer(path)
-    ids = _encode(path, tokenizer, text_prompt) if tokens is None else parse_tokens(tokens)
+    warnings = []
+    if text_prompt is not None and (clean := without_surrogates(text_prompt)) != text_prompt:
+        warnings.append("the prompt is not UTF-8: U+FFFD stands for what is none")
+        text_prompt = clean
+    ends: frozenset[int] = frozenset()
+    tokenizer: Tokenizer | None
+    if chat and text_prompt is not None:
+        conversation = Conversation.open(path, system)
+        tokenizer, ends = conversation.tokenizer, conversation.end_ids()
+        ids = conversation.ask(text_prompt)
+    else:
+        tokenizer = _load_tokenizer(path, needed=tokens is None)
+        ids = _encode(tokenizer, text_prompt) if tokens is None else parse_tokens(tokens)
+    if stop and tokenizer is None:
+        raise UsageError(f"--stop is about text, and {os.fspath(path)} has no tokenizer")
     if not ids:
         raise UsageError("the prompt has no tokens; give a text, or ids with --tokens")
     options = _EngineOptions(
@@ -207,9 +239,9 @@ def run(
     if on_plan:
         on_plan(plan)
     with Engine(path, ctx=ctx, **options) as engine:
-        generation = _Generation(engine, sampler, tokenizer, ids, on_text)
+        generation = Generation(engine, sampler, tokenizer, ids, on_text, stops=stop, ends=ends)
         generation.run(max_tokens, ignore_eos, logits)
-        return generation.result(sampling, plan, profile)
+        return generation.result(sampling, plan, profile, warnings)
 
 
 def _plan(path: str | os.PathLike[str], memory: Memory, io_threads: int, profile: bool) -> Plan:
@@ -288,8 +320,12 @@ class _EngineOptions(TypedDict):
     logits_rows: int
 
 
-class _Generation:
-    """One run: prefill, then tokens one by one until something stops it."""
+class Generation:
+    """One run: prefill, then tokens one by one until something stops it.
+
+    `stops` are texts, `ends` ids that end it besides the model's own. The engine has the first
+    `reused` ids of the prompt already.
+    """
 
     def __init__(
         self,
@@ -298,8 +334,13 @@ class _Generation:
         tokenizer: Tokenizer | None,
         prompt: list[int],
         on_text: Callable[[str], None] | None,
+        *,
+        stops: Sequence[str] = (),
+        ends: frozenset[int] = frozenset(),
+        reused: int = 0,
     ) -> None:
         self.engine, self.sampler, self.prompt = engine, sampler, prompt
+        self.stops, self.ends, self.reused = StopTexts(stops), ends, reused
         self.stream = TextStream(tokenizer, prompt) if tokenizer else None
         self.on_text = on_text or (lambda text: None)
         self.tokens: list[int] = []
@@ -323,13 +364,14 @@ class _Generation:
         end = time.perf_counter()
         self.prefill_seconds = (decoding or end) - start
         self.decode_seconds = end - (decoding or end)
-        if self.stream:
-            self.show(self.stream.finish())
+        if self.stream and not self.stops.hit:
+            self.show(self.stops.push(self.stream.finish()))
+            self.show(self.stops.finish())
 
     def prefill(self, logits: str | os.PathLike[str] | None) -> Logits:
         """Evaluate the prompt; return the logits of its last position."""
         if logits is None:
-            whole: Logits = self.engine.eval(self.prompt)[-1]
+            whole: Logits = self.engine.eval(self.prompt[self.reused :])[-1]
             return whole
         n, step = len(self.prompt), self.engine.info.batch_size
         with _npy_rows(logits, n, self.engine.info.vocab_size) as file:
@@ -346,13 +388,13 @@ class _Generation:
             token = self.sampler.draw(logits)
             self.sampler.accept([token])
             self.tokens.append(token)
-            ended = not ignore_eos and self.engine.is_eos(token)
+            ended = not ignore_eos and (self.engine.is_eos(token) or token in self.ends)
             if self.stream is None:
                 self.show(f"{token} ")
             elif not ended:
-                self.show(self.stream.push(token))
-            if ended:
-                return "eos"
+                self.show(self.stops.push(self.stream.push(token)))
+            if ended or self.stops.hit:
+                return "eos" if ended else "stop"
             if len(self.tokens) == max_tokens:
                 break
             if self.engine.position == self.engine.info.ctx:
@@ -374,15 +416,17 @@ class _Generation:
         now = self.counters()
         return Profile.of(self.after_prefill or now, now, self.token_seconds, plan.drive)
 
-    def result(self, sampling: Sampling, plan: Plan, profile: bool) -> RunResult:
+    def result(
+        self, sampling: Sampling, plan: Plan, profile: bool, warnings: Sequence[str] = ()
+    ) -> RunResult:
+        """Return what was made, and what it took."""
         steps = max(len(self.tokens) - 1, 0)  # the first token comes out of the prompt
         stats = self.engine.stats()
         notes = []
-        warnings: tuple[str, ...] = ()
         if not stats.io_direct:
-            warnings = (f"reads go through the page cache: {stats.io_reason}",)
+            warnings = [*warnings, f"reads go through the page cache: {stats.io_reason}"]
         elif stats.io_reason:  # another backend than the one that was asked for
-            warnings = (stats.io_reason,)
+            warnings = [*warnings, stats.io_reason]
         if self.stop_reason == "context":
             notes.append(f"the context of {self.engine.info.ctx} positions is full; see --ctx")
         return RunResult(
@@ -404,7 +448,7 @@ class _Generation:
             kv_type=self.engine.info.kv_type,
             profile=self.profile(plan) if profile else None,
             notes=tuple(notes),
-            warnings=warnings,
+            warnings=tuple(warnings),
         )
 
 
@@ -416,7 +460,7 @@ def _peak_rss_bytes() -> int:
     return 0
 
 
-def _sampling(
+def make_sampling(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
@@ -424,6 +468,7 @@ def _sampling(
     repetition_penalty: float,
     seed: int | None,
 ) -> Sampling:
+    """Return how tokens are drawn. Raises UsageError for options that do nothing."""
     drawing = {"top-k": top_k, "top-p": top_p, "min-p": min_p, "seed": seed}
     for name, value in drawing.items():
         if value is not None and temperature == 0:
@@ -467,40 +512,38 @@ def _text_prompt(
         raise UsageError(f"--prompt-file {quote(name)}: {error.strerror}") from error
 
 
-def _load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer | None:
-    """The container's tokenizer, None when it has none that can be used."""
+def _load_tokenizer(path: str | os.PathLike[str], *, needed: bool) -> Tokenizer | None:
+    """The container's tokenizer, None when it has none that can be used and none is needed."""
     with open_container(path) as container:
-        if container.spec["tokenizer"] != "hf-json":
-            return None
-        if _TOKENIZER_BLOB not in container.blobs:
+        if container.spec["tokenizer"] == "hf-json" and TOKENIZER_BLOB not in container.blobs:
             raise FormatError(
-                f"{os.fspath(path)}: the spec names a tokenizer, but the blob {_TOKENIZER_BLOB} "
+                f"{os.fspath(path)}: the spec names a tokenizer, but the blob {TOKENIZER_BLOB} "
                 "is missing"
             )
-        blob = bytes(container.blobs[_TOKENIZER_BLOB])
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_str(blob.decode("utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise FormatError(
-            f"{os.fspath(path)}: {_TOKENIZER_BLOB} cannot be used: {error}"
-        ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        try:
+            return load_tokenizer(container.blobs, path)
+        except TokenizerMissing:
+            if needed:
+                raise
+            return None
 
 
-def _encode(
-    path: str | os.PathLike[str], tokenizer: Tokenizer | None, text: str | None
-) -> list[int]:
-    if tokenizer is None:
-        raise UsageError(
-            f"{os.fspath(path)}: it has no tokenizer that can encode text; "
-            "give the prompt as ids with --tokens"
-        )
+def _encode(tokenizer: Tokenizer | None, text: str | None) -> list[int]:
+    assert tokenizer is not None
     ids: list[int] = tokenizer.encode(text, add_special_tokens=True).ids
     return ids
+
+
+def check_text_options(
+    *, chat: bool, system: str | None, stop: Sequence[str], tokens: Sequence[int] | str | None
+) -> None:
+    """Raise UsageError for options about text that contradict each other."""
+    if chat and tokens is not None:
+        raise UsageError("--chat is about text: it excludes --tokens")
+    if system is not None and not chat:
+        raise UsageError("--system is a message of a chat: it needs --chat")
+    if "" in stop:
+        raise UsageError("--stop: expected a text, found an empty one")
 
 
 def _choose_ctx(

@@ -12,6 +12,7 @@ INCLUDES = """
 #include "blocks.h"
 #include "crc32c.h"
 #include "colibri.h"
+#include "colibri_tokenizer.h"
 """
 
 

@@ -67,6 +67,7 @@ enum section_kind {
   SECTION_INDEX = 6,
   SECTION_LAYOUTS = 7,
   N_KNOWN_SECTIONS = 8,
+  SECTION_TOKENIZER = 16,  // optional
 };
 
 static const char *const kSectionNames[N_KNOWN_SECTIONS] = {
@@ -91,7 +92,7 @@ struct clb_container {
   uint32_t n_sections;
   uint8_t id[32];
   uint8_t *metadata;  // the file's bytes [4096, metadata_end)
-  section sections[N_KNOWN_SECTIONS];
+  section sections[N_KNOWN_SECTIONS], tokenizer;
 
   clb_kv *spec;
   size_t n_spec;
@@ -473,9 +474,9 @@ static bool load_sections(loader *r, const uint8_t *page) {
     if (!check_section_entry(r, e, i, last_kind, end) || !check_section_bytes(r, e, i, end)) return false;
     last_kind = get_u32(e);
     end = get_u64(e + 8) + get_u64(e + 16);
-    if (last_kind < N_KNOWN_SECTIONS) {
-      c->sections[last_kind] = (section){c->metadata + (get_u64(e + 8) - CLB_PAGE0_BYTES), get_u64(e + 16)};
-    }
+    const section found = {c->metadata + (get_u64(e + 8) - CLB_PAGE0_BYTES), get_u64(e + 16)};
+    if (last_kind < N_KNOWN_SECTIONS) c->sections[last_kind] = found;
+    if (last_kind == SECTION_TOKENIZER) c->tokenizer = found;
   }
   if (end != c->metadata_end) {
     return fail(r, "rule 7: the last section ends at %" PRIu64 ", expected the end of the metadata, %" PRIu64, end,
@@ -1604,4 +1605,9 @@ const uint8_t *clb_container_blob(const clb_container *c, const char *name, uint
     }
   }
   return NULL;
+}
+
+const uint8_t *clb_container_tokenizer(const clb_container *c, uint64_t *n_bytes) {
+  *n_bytes = c->tokenizer.bytes;
+  return c->tokenizer.p;
 }

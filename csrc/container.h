@@ -191,6 +191,9 @@ bool clb_spec_f64_array(const clb_container *c, const char *key, const double **
 /* Verbatim source file carried in the container, or NULL. */
 const uint8_t *clb_container_blob(const clb_container *c, const char *name, uint64_t *n_bytes);
 
+/* The section of tokenizer tables, or NULL. Its checksums hold; its contents are for colibri_tokenizer.h. */
+const uint8_t *clb_container_tokenizer(const clb_container *c, uint64_t *n_bytes);
+
 #ifdef __cplusplus
 }
 #endif

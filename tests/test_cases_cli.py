@@ -66,9 +66,9 @@ def test_case_12_2_every_kind_of_failure_is_one_document(
 
     monkeypatch.setattr(f"colibri_tools.{command}.{command}", fail)
     monkeypatch.setattr("signal.signal", lambda *args: None)  # pytest keeps its own handlers
-    extra = ["-o", str(tmp_path / "x")] if command == "repack" else []
+    needed = {"repack": ["-o", str(tmp_path / "x")], "detokenize": ["--tokens", "1"]}
     with pytest.raises(SystemExit) as caught:
-        cli.main([command, str(container), *extra, "--json"])
+        cli.main([command, str(container), *needed.get(command, []), "--json"])
     out, err = capsys.readouterr()
     assert caught.value.code == code
     document = one_document(out)

@@ -84,8 +84,8 @@ def test_help_and_version(model: Path) -> None:
     for flag in ("-h", "--help"):
         shown = colibri_run(flag)
         assert shown.returncode == 0
-        assert shown.stdout.startswith("Usage: colibri-run MODEL --tokens IDS")
-        assert "Example:" in shown.stdout
+        assert shown.stdout.startswith("Usage: colibri-run MODEL --prompt TEXT")
+        assert "Examples:" in shown.stdout
     assert colibri_run("--version").stdout.startswith("colibri-run 0.")
 
 

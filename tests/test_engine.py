@@ -301,10 +301,12 @@ def test_generation_is_the_same_after_a_longer_prompt(model: Path) -> None:
         assert [int(row.argmax()) for row in whole[47:-1]] == generated
 
 
-def test_the_cdef_is_the_public_header() -> None:
+@pytest.mark.parametrize("name", ["runtime", "tokenizer"])
+def test_the_cdef_is_the_public_header(name: str) -> None:
     package = Path(colibri_tools.__file__).resolve().parent
-    header = package.parent / "runtime/include/colibri.h"
-    if not header.is_file():
+    header = "colibri" if name == "runtime" else f"colibri_{name}"
+    path = package.parent / f"runtime/include/{header}.h"
+    if not path.is_file():
         pytest.skip("an installed package has no headers beside it")
 
     def declarations(text: str) -> str:
@@ -314,5 +316,5 @@ def test_the_cdef_is_the_public_header() -> None:
         words = "\n".join(lines).replace("COLIBRI_API", "").replace("*", " * ").split()
         return " ".join(words)
 
-    cdef = (package / "_cdef_runtime.h").read_text()
-    assert declarations(cdef) == declarations(header.read_text())
+    cdef = (package / f"_cdef_{name}.h").read_text()
+    assert declarations(cdef) == declarations(path.read_text())

@@ -65,7 +65,7 @@ def test_every_rule_has_a_test() -> None:
     page = Path(__file__).parent.parent / "docs" / "format.md"
     rules = {int(n) for n in re.findall(r"^(\d+)\. ", page.read_text("utf-8"), re.MULTILINE)}
     tested = {int(n) for n in re.findall(r"^test_rule_(\d+)_", "\n".join(globals()), re.MULTILINE)}
-    assert rules == set(range(1, 28))
+    assert rules == set(range(1, 29))
     assert tested == rules
 
 
@@ -1026,3 +1026,17 @@ def test_streams_and_residents_are_what_the_rules_assume() -> None:
     assert [int(stream) for stream in Stream] == [0, 1]
     assert len({item.name for item in small_residents()}) == len(small_residents())
     assert [int(kind) for kind in KvType] == list(range(1, 9))
+
+
+def test_rule_28_tokenizer_tables_are_checked_by_verify(sound: bytes, tmp_path: Path) -> None:
+    """Every reader opens the container; what uses the tables refuses them (test_tokenizers.py)."""
+    draft = Draft(bytearray(sound))
+    n_sections = int(draft.page["n_sections"][0])
+    kinds = [int(entry["kind"]) for entry in draft.page["sections"][0][:n_sections]]
+    contents = {kind: bytes(draft.section_bytes(kind)) for kind in kinds}
+    contents[SectionKind.TOKENIZER] = bytes(64)
+    draft.place_sections(contents, {SectionKind.TOKENIZER: 0})
+    path = tmp_path / "model.colibri"
+    path.write_bytes(draft.seal().data)
+    messages = [error.message for error in verify_container(path).errors]
+    assert messages == ["tokenizer tables: its version is not 1"]

@@ -9,9 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from c_programs import ASAN, CSRC, READER, ROOT, TEST_C, WARNINGS, compile_c, sanitizer
+from c_programs import ASAN, CSRC, READER, ROOT, RUNTIME, TEST_C, WARNINGS, compile_c, sanitizer
 from fuzz import python_readers as fuzz
 from fuzz.make_seeds import seeds
+from fuzz.make_tokenizer_seeds import seeds as tokenizer_seeds
 
 FUZZ = ROOT / "tests" / "fuzz"
 CRASHERS = sorted((FUZZ / "crashers").iterdir())
@@ -59,6 +60,22 @@ def test_both_readers_agree_on_changes_that_follow_the_structure(folder: Path) -
     tally = fuzz.compare_readers(inputs, lambda _: True)
     assert tally.executions == RUNS
     assert RUNS / 20 < tally.accepted < RUNS / 2  # both sides of the checks are reached
+
+
+def test_changed_tokenizer_tables_are_refused_or_used_in_bounds(tmp_path: Path) -> None:
+    flags = ["-g", "-O1", *WARNINGS, f"-I{FUZZ}", *sanitizer(ASAN, tmp_path)]
+    parts = ("tokenizer.c", "pattern.c", "unicode.c", "errors.c")
+    sources = [FUZZ / "fuzz_tokenizer.c", FUZZ / "replay_tokenizer.c", *READER]
+    sources += [*(RUNTIME / name for name in parts), *sorted(CSRC.glob("blocks*.c"))]
+    program = compile_c(sources, flags, tmp_path / "replay")
+    paths = []
+    for name, raw in tokenizer_seeds().items():
+        paths.append(tmp_path / name)
+        paths[-1].write_bytes(raw)
+    runs = 20 * RUNS
+    done = subprocess.run([program, "7", str(runs), *paths], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert runs / 20 < int(done.stdout) < runs  # both sides of the checks are reached
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS, ids=lambda target: target.name)

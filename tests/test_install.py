@@ -62,6 +62,7 @@ def test_what_is_installed(prefix: Path) -> None:
     assert files >= {
         "bin/colibri-run",
         "include/colibri.h",
+        "include/colibri_tokenizer.h",
         "include/colibri/container.h",
         "include/colibri/store.h",
         "lib/libcolibri.a",
@@ -69,6 +70,7 @@ def test_what_is_installed(prefix: Path) -> None:
     }
     assert {f for f in files if f.startswith("include")} == {
         "include/colibri.h",
+        "include/colibri_tokenizer.h",
         "include/colibri/container.h",
         "include/colibri/store.h",
     }
@@ -94,7 +96,7 @@ def test_each_header_stands_alone(prefix: Path, tmp_path: Path, language: str) -
     cpp = language == "c++11"
     if cpp and shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler")
-    for name in ("colibri.h", "colibri/store.h", "colibri/container.h"):
+    for name in ("colibri.h", "colibri_tokenizer.h", "colibri/store.h", "colibri/container.h"):
         source = tmp_path / ("alone.cc" if cpp else "alone.c")
         source.write_text(
             f"#include <{name}>\nint main() {{ return 0; }}\n".replace(

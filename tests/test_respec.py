@@ -645,6 +645,7 @@ def test_json_has_every_key(altered: Path, capsys: pytest.CaptureFixture[str]) -
         "dry_run",
         "changed",
         "changes",
+        "new_tables",
         "family",
         "executable",
         "id",

@@ -205,6 +205,8 @@ _FORBIDDEN_METHODS = {("os", "system"), ("os", "popen"), ("importlib", "import_m
 
 
 def test_the_package_has_nothing_that_executes_data() -> None:
+    template = (PACKAGE / "text" / "template.py").read_text()
+    assert re.findall(r"\w*Environment\(", template) == ["ImmutableSandboxedEnvironment("]
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
@@ -212,7 +214,10 @@ def test_the_package_has_nothing_that_executes_data() -> None:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
-            assert not _FORBIDDEN_MODULES & {name.split(".")[0] for name in names}, path
+            found = _FORBIDDEN_MODULES & {name.split(".")[0] for name in names}
+            if path.name == "template.py":  # the one place where templates are rendered
+                found -= {"jinja2"}
+            assert not found, path
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in _FORBIDDEN_CALLS, path
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

@@ -38,6 +38,7 @@ def encode_metadata(
         SectionKind.ROWS: lambda: _encode_rows(plan),
         SectionKind.INDEX: lambda: _encode_index(plan, block_sums),
         SectionKind.LAYOUTS: lambda: _encode_layouts(plan),
+        SectionKind.TOKENIZER: lambda: plan.tokenizer or b"",
     }
     sections = []
     for planned in plan.sections:
@@ -80,7 +81,7 @@ def fill_section_table(
     table = page["sections"][: len(sections)]
     for entry, (kind, offset, data) in zip(table, sections, strict=True):
         entry["kind"] = kind
-        entry["flags"] = fmt.SECTION_REQUIRED
+        entry["flags"] = fmt.SECTION_REQUIRED if kind in fmt.REQUIRED_SECTIONS else 0
         entry["offset"] = offset
         entry["n_bytes"] = len(data)
         entry["crc32c"] = crc32c(data)

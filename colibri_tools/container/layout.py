@@ -151,6 +151,7 @@ class ContainerPlan:
     spec: Mapping[str, Any]
     blobs: Mapping[str, bytes]
     provenance: Mapping[str, Any]
+    tokenizer: bytes | None
     tensors: tuple[PlannedTensor, ...]
     layouts: tuple[PlannedLayout, ...]
     rows: tuple[RowSpec, ...]
@@ -218,13 +219,14 @@ def plan_container(
     rows: Sequence[RowSpec],
     order: Sequence[tuple[int, int]] | None = None,
     alignment: int = fmt.MIN_ALIGNMENT,
+    tokenizer: bytes | None = None,
 ) -> ContainerPlan:
     """Return where everything goes.
 
     `residents` are sorted by group, keeping their order within one. `layouts` are lists of parts
     with ascending roles. `order` is every (row, expert), the hottest first; without it the rows
-    follow each other and experts ascend. The plan is not checked against the rules as a whole;
-    `ContainerWriter` does that before it creates a file.
+    follow each other and experts ascend. `tokenizer` is the section of tables for C. The plan is
+    not checked against the rules as a whole; `ContainerWriter` does that before it creates a file.
     Raises UsageError for arguments that contradict each other, FormatError for what the format
     cannot hold.
     """
@@ -234,6 +236,8 @@ def plan_container(
     planned_layouts = tuple(_plan_layout(parts) for parts in layouts)
     order = _plan_order(rows, order)
     sizes = _section_sizes(spec, blobs, provenance, items, rows, len(planned_layouts))
+    if tokenizer is not None:
+        sizes[SectionKind.TOKENIZER] = len(tokenizer)
     sections, metadata_bytes = _plan_sections(sizes)
     reserve = max(fmt.MIN_RESERVE_BYTES, -(-metadata_bytes // 4))
     data_offset = align(fmt.PAGE0_BYTES + metadata_bytes + reserve, alignment)
@@ -245,6 +249,7 @@ def plan_container(
         spec=dict(spec),
         blobs=dict(sorted(blobs.items(), key=lambda pair: pair[0].encode())),
         provenance=dict(provenance),
+        tokenizer=tokenizer,
         tensors=tensors,
         layouts=planned_layouts,
         rows=tuple(rows),

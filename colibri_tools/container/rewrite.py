@@ -25,13 +25,17 @@ from colibri_tools.container.fileops import backup_path, fsync_directory, pwrite
 from colibri_tools.container.format import align
 from colibri_tools.errors import FormatError, JobError, SourceError, quote
 
-__all__ = ["locked", "rebuilt_head", "restore", "write_head"]
+__all__ = ["NoRoomError", "locked", "rebuilt_head", "restore", "write_head"]
 
 _MAX_HEAD_BYTES = fmt.PAGE0_BYTES + 4 * (fmt.MAX_METADATA_BYTES + (8 << 20))  # rule 8
 
 
+class NoRoomError(JobError):
+    """The new metadata do not fit in front of the data."""
+
+
 def rebuilt_head(head: bytes, replaced: Mapping[int, bytes], path: str) -> bytes:
-    """Return `head`, the bytes before a sound container's data, with some sections replaced.
+    """Return `head`, the bytes before a sound container's data, with some sections replaced or new.
 
     Raises JobError if it holds something that this version does not know and could break, or if
     the new sections do not fit.
@@ -40,22 +44,24 @@ def rebuilt_head(head: bytes, replaced: Mapping[int, bytes], path: str) -> bytes
 
     page = np.frombuffer(head[: fmt.PAGE0_BYTES], fmt.PAGE0_DTYPE)[0].copy().reshape(())
     table = page["sections"][: int(page["n_sections"])]
-    strangers = sorted(set(table["kind"].tolist()) - set(fmt.REQUIRED_SECTIONS))
+    kinds = set(table["kind"].tolist())
+    strangers = sorted(kinds - {*fmt.REQUIRED_SECTIONS, fmt.SectionKind.TOKENIZER})
     if strangers or page["optional_features"]:
         what = f"section kind {strangers[0]}" if strangers else "an optional feature"
         raise JobError(
             f"{path}: it has {what}, which this version does not know and might break; "
             "use the version that made it"
         )
+    places = {int(entry["kind"]): (int(entry["offset"]), int(entry["n_bytes"])) for entry in table}
     sections: list[tuple[int, int, bytes]] = []
     end = fmt.PAGE0_BYTES
-    for entry in table:
-        kind, old = int(entry["kind"]), int(entry["offset"])
-        data = replaced.get(kind, head[old : old + int(entry["n_bytes"])])
+    for kind in sorted(kinds | set(replaced)):
+        old, n_bytes = places.get(kind, (0, 0))
+        data = replaced.get(kind, head[old : old + n_bytes])
         sections.append((kind, align(end, fmt.DATUM_ALIGN), data))
         end = sections[-1][1] + len(data)
     if end > len(head):
-        raise JobError(
+        raise NoRoomError(
             f"{path}: the new metadata need {end - len(head)} bytes more than the "
             f"{len(head)} in front of the data; repack the checkpoint"
         )

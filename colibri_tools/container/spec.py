@@ -28,6 +28,7 @@ SPEC_KEYS: Mapping[str, KvType] = {
     "active_params": KvType.U64,
     "moe_layers": KvType.U64_ARRAY,
     "tokenizer": KvType.STRING,
+    "tokenizer_lacks": KvType.STRING,
     "bos_id": KvType.I64,
     "eos_ids": KvType.U64_ARRAY,
     "n_tokens": KvType.U64,
@@ -89,6 +90,7 @@ the page says so."""
 OPTIONAL_SPEC_KEYS = frozenset(
     {
         "executable_lacks",
+        "tokenizer_lacks",
         "graph.residual_scale",
         "graph.logit_divisor",
         "graph.activation_alpha",

@@ -49,7 +49,9 @@ def _from_gguf(source: Source, n_rows: int) -> Vocabulary:
     tokens = metadata.get("tokenizer.ggml.tokens")
     n_tokens = len(tokens) if isinstance(tokens, Sequence) else n_rows
     _check_rows(source, "tokenizer.ggml.tokens", n_tokens, n_rows)
-    vocabulary = Vocabulary("none", n_tokens)
+    # A container of a GGUF file carries the tokenizer.json that was made of its metadata.
+    carried = "tokenizer.json" in source.blobs
+    vocabulary = Vocabulary("hf-json" if carried else "none", n_tokens)
     for key in _GGUF_EOS:
         _add_eos(vocabulary, metadata.get(key), n_rows, key)
     _set_bos(vocabulary, [metadata.get(_GGUF_BOS)], n_rows)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from colibri_tools.container import Container, PartRole
 from colibri_tools.errors import SourceError, quote
 from colibri_tools.mapping import MappedRow, Slice, SourceMapping, map_source
+from colibri_tools.text.derive import text_parts
 from colibri_tools.verify.report import VerifyError, VerifyReport
 from colibri_tools.verify.scan import Origin
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Origins", "compare_with_source"]
 
-_FREE_SPEC_KEYS = frozenset({"order", "executable", "executable_lacks"})
+_FREE_SPEC_KEYS = frozenset(
+    {"order", "executable", "executable_lacks", "tokenizer", "tokenizer_lacks"}
+)
 """Spec keys that do not come from the source alone."""
 
 
@@ -68,13 +71,20 @@ class _Comparison:
                 )
 
     def _compare_blobs(self) -> Iterator[VerifyError]:
-        ours, theirs = self._container.blobs, self._source.blobs
+        ours = self._container.blobs
+        theirs = {**self._made_blobs(), **self._source.blobs}
         for name in sorted(ours.keys() | theirs.keys()):
             if name not in ours or name not in theirs:
                 where = "container" if name not in ours else "source"
                 yield _difference(f"carried file {quote(name)}: the {where} has none")
             elif ours[name] != theirs[name]:
                 yield _difference(f"carried file {quote(name)}: container and source differ")
+
+    def _made_blobs(self) -> dict[str, bytes]:
+        """What repack makes of the source's files, as far as this container has it."""
+        strange = self._container.blobs.keys() - self._source.blobs.keys()
+        made = text_parts(self._source).blobs if strange else {}
+        return {name: data for name, data in made.items() if name in strange}
 
     def _compare_tensors(self) -> Iterator[VerifyError]:
         ours = self._container.tensors

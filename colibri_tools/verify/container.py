@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import colibri_tools.container as containers
-from colibri_tools.container import Container, Group, ResidentTensor
+from colibri_tools.container import Container, Group, ResidentTensor, SectionKind
 from colibri_tools.container.census import census
-from colibri_tools.errors import ColibriError, UsageError, quote
+from colibri_tools.errors import ColibriError, FormatError, UsageError, quote
 from colibri_tools.sources import open_source
 from colibri_tools.verify.against import Origins, compare_with_source
 from colibri_tools.verify.report import VerifyError, VerifyReport, structure_error
@@ -51,6 +51,8 @@ def verify_container(
             report.add(
                 VerifyError("census", problem.message, layer=problem.layer, tensor=problem.tensor)
             )
+        for found in _tokenizer_errors(container):
+            report.add(found)
         origins = Origins()
         if source is not None:
             origins = compare_with_source(container, source, report)
@@ -60,6 +62,18 @@ def verify_container(
         run_regions(regions, report, threads=threads, progress=progress)
         report.bytes += container.data_offset
     return report
+
+
+def _tokenizer_errors(container: Container) -> Iterator[VerifyError]:
+    """The tables for C, which their reader has to accept."""
+    from colibri_tools.text.native_tokenizer import NativeTokenizer
+
+    for kind, offset, n_bytes in container.sections:
+        if kind == SectionKind.TOKENIZER:
+            try:
+                NativeTokenizer(container.read(offset, n_bytes))
+            except FormatError as error:
+                yield VerifyError("structure", error.message, offset=offset)
 
 
 def _tensor_regions(container: Container, origins: Origins) -> Iterator[Region]:

@@ -1,7 +1,7 @@
-// colibri-run: evaluates token ids with a container and prints the ids it generates.
+// colibri-run: evaluates a text, or token ids, with a container and prints what it generates.
 //
-// A program over colibri.h and nothing else; it needs no Python and no tokenizer. Exit codes: 0 done, 1 the job failed,
-// 2 wrong usage, 130 interrupted.
+// A program over colibri.h and colibri_tokenizer.h and nothing else; it needs no Python. Exit codes: 0 done, 1 the job
+// failed, 2 wrong usage, 130 interrupted.
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
@@ -16,16 +16,19 @@
 
 #include "colibri.h"
 #include "report.h"
+#include "text.h"
 
 enum { EXIT_USAGE = 2, EXIT_INTERRUPTED = 130 };
 
 static const char kHelp[] =
-    "Usage: colibri-run MODEL --tokens IDS [OPTIONS]\n"
+    "Usage: colibri-run MODEL --prompt TEXT [OPTIONS]\n"
+    "       colibri-run MODEL --tokens IDS [OPTIONS]\n"
     "\n"
-    "Evaluates token ids with the container MODEL, reading experts on demand, and\n"
-    "prints the ids it generates.\n"
+    "Evaluates a prompt with the container MODEL, reading experts on demand, and prints\n"
+    "the text that it generates, or the ids for a prompt of ids.\n"
     "\n"
-    "  --tokens IDS              the prompt: ids separated by commas\n"
+    "  --prompt TEXT             the prompt as text, for containers with tokenizer tables\n"
+    "  --tokens IDS              the prompt as ids separated by commas\n"
     "  --max-tokens N            tokens to generate; 0: evaluate the prompt only [128]\n"
     "  --ctx N                   positions to make room for [prompt + max-tokens]\n"
     "  --threads N               compute threads; 0: all CPUs [0]\n"
@@ -54,11 +57,12 @@ static const char kHelp[] =
     "  -h, --help                print this\n"
     "  --version                 print the version\n"
     "\n"
-    "Example:\n"
+    "Examples:\n"
+    "  colibri-run model.colibri --prompt 'The file system is' --max-tokens 64\n"
     "  colibri-run model.colibri --tokens 1,15043,3186 --max-tokens 16 --expert-cache 2G\n";
 
 typedef struct {
-  const char *model, *tokens_text, *logits_path;
+  const char *model, *tokens_text, *prompt_text, *logits_path;
   uint64_t max_tokens, ctx, threads, batch_size, expert_cache, ram_budget, preload, io_threads, prefetch_depth;
   colibri_sampling sampling;
   int check, io, precision, kv_type;
@@ -75,6 +79,7 @@ typedef struct {
   colibri_advice advice[COLIBRI_MAX_ADVICE];
   size_t n_advice;
   run_profile profile;
+  run_text text;
 } outcome;
 
 // What a signal handler may touch.
@@ -289,7 +294,8 @@ static int parse_option(const settings *s, const option *options, size_t n_optio
 
 static int check_settings(const settings *s) {
   if (!s->model) return usage(s, "a MODEL is missing");
-  if (!s->tokens_text) return usage(s, "--tokens is missing");
+  if (!s->tokens_text && !s->prompt_text) return usage(s, "--prompt or --tokens is missing");
+  if (s->tokens_text && s->prompt_text) return usage(s, "give one of --prompt and --tokens");
   if (s->sampling.temperature > 0) return 0;
   const char *needs = s->has_top_k   ? "--top-k"
                       : s->has_top_p ? "--top-p"
@@ -305,6 +311,7 @@ static int parse_settings(settings *s, int argc, char **argv) {
   uint64_t top_k = 0, seed = 0;
   bool has_precision = false;
   const option options[] = {
+      {.name = "--prompt", .kind = TEXT, .value = &s->prompt_text},
       {.name = "--tokens", .kind = TEXT, .value = &s->tokens_text},
       {.name = "--max-tokens", .kind = COUNT, .value = &s->max_tokens},
       {.name = "--ctx", .kind = COUNT, .value = &s->ctx},
@@ -371,6 +378,15 @@ static int parse_tokens(const settings *s, outcome *o) {
     rest += n_digits + (o->n_prompt + 1 < n);
   }
   return 0;
+}
+
+static int encode_prompt(const settings *s, outcome *o) {
+  char error[COLIBRI_ERROR_BYTES];
+  const colibri_status status =
+      text_encode(&o->text, s->model, s->prompt_text, s->max_tokens, &o->ids, &o->n_prompt, error, sizeof error);
+  if (status == COLIBRI_ERROR_UNSUPPORTED) return fail(s, "UsageError", EXIT_USAGE, "%s: %s", s->model, error);
+  if (status != COLIBRI_OK) return fail_status(s, status, error);
+  return o->n_prompt > 0 ? 0 : usage(s, "--prompt: the text has no tokens");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -440,10 +456,12 @@ static colibri_status prefill(const settings *s, const colibri_info *info, const
   return COLIBRI_OK;
 }
 
-static void show_token(const settings *s, const outcome *o) {
-  if (s->json) return;
+static bool show_token(const settings *s, outcome *o) {
+  if (o->text.tokenizer) return text_add(&o->text, o->ids[o->n_prompt + o->n_generated - 1], !s->json);
+  if (s->json) return true;
   printf("%s%" PRIu32, o->n_generated > 1 ? " " : "", o->ids[o->n_prompt + o->n_generated - 1]);
   fflush(stdout);
+  return true;
 }
 
 static colibri_status decode(const settings *s, const colibri_info *info, outcome *o, float *logits) {
@@ -455,8 +473,10 @@ static colibri_status decode(const settings *s, const colibri_info *info, outcom
     if (status != COLIBRI_OK) return status;
     colibri_sampler_accept(o->sampler, token);
     o->ids[o->n_prompt + o->n_generated++] = token;
-    show_token(s, o);
-    if (!s->ignore_eos && colibri_is_eos(g_model, token)) {
+    const bool ended = !s->ignore_eos && colibri_is_eos(g_model, token);
+    // The id that ends a text is no part of it.
+    if (!(ended && o->text.tokenizer) && !show_token(s, o)) return COLIBRI_ERROR_MEMORY;
+    if (ended) {
       o->stop_reason = "eos";
       break;
     }
@@ -498,6 +518,7 @@ static int run_prompt(const settings *s, const colibri_info *info, outcome *o, f
     take_counters(o, &o->profile.prefill, o->profile.prefill_layers);
   }
   take_counters(o, &o->profile.total, o->profile.layers);
+  if (o->text.tokenizer && !text_finish(&o->text, !s->json) && status == COLIBRI_OK) status = COLIBRI_ERROR_MEMORY;
   if (!s->json && o->n_generated > 0) printf("\n");
   if (status == COLIBRI_CANCELLED) {
     o->stop_reason = "interrupted";
@@ -532,10 +553,13 @@ static bool reading_warning(const colibri_metrics *m, char *text, size_t size) {
   return !m->io_direct || m->io_reason[0] != 0;
 }
 
+static const char kOddPrompt[] = "the prompt is not UTF-8: U+FFFD stands for what is none";
+
 // The texts of one kind; `last` is one more of it, or NULL.
 static void print_advice_json(const outcome *o, bool warnings, const char *last) {
-  bool first = true;
+  bool first = !(warnings && o->text.odd_prompt);
   printf("[");
+  if (!first) print_json_string(kOddPrompt);
   for (size_t i = 0; i < o->n_advice; i++) {
     if (o->advice[i].warning != warnings) continue;
     if (!first) printf(", ");
@@ -560,7 +584,13 @@ static void print_io_json(const colibri_metrics *m) {
 
 static void print_json(const settings *s, outcome *o) {
   const colibri_metrics *m = &o->profile.total;
-  printf("{\n  \"tokens\": [");
+  printf("{\n");
+  if (o->text.tokenizer) {
+    printf("  \"text\": ");
+    print_json_text(o->text.bytes, o->text.n_bytes);
+    printf(",\n");
+  }
+  printf("  \"tokens\": [");
   for (size_t i = 0; i < o->n_generated; i++) printf("%s%" PRIu32, i ? ", " : "", o->ids[o->n_prompt + i]);
   printf("],\n  \"prompt_tokens\": %zu,\n  \"generated_tokens\": %zu,\n", o->n_prompt, o->n_generated);
   colibri_info info;
@@ -605,6 +635,7 @@ static void print_report(const settings *s, outcome *o) {
           m->expert_requests ? 100 * (double)m->expert_hits / (double)m->expert_requests : 0.0, m->io_backend,
           m->io_direct ? "direct" : "buffered", m->reads, (double)m->bytes_read / 0x1p20, m->io_wait_seconds);
   char text[COLIBRI_ERROR_BYTES];
+  if (o->text.odd_prompt) fprintf(stderr, "warning: %s\n", kOddPrompt);
   if (reading_warning(m, text, sizeof text)) fprintf(stderr, "warning: %s\n", text);
   fprintf(stderr, "memory: peak %.1f MiB\n", (double)peak_rss_bytes() / 0x1p20);
   if (s->profile) print_profile(&o->profile);
@@ -761,7 +792,7 @@ int main(int argc, char **argv) {
   struct sigaction action = {.sa_handler = on_signal};
   sigemptyset(&action.sa_mask);
   outcome o = {.stop_reason = "max-tokens"};
-  failure = parse_tokens(&s, &o);
+  failure = s.prompt_text ? encode_prompt(&s, &o) : parse_tokens(&s, &o);
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
   if (!failure) failure = run(&s, &o);
@@ -772,6 +803,7 @@ int main(int argc, char **argv) {
   free(o.profile.prefill_layers);
   free(o.profile.layers);
   free(o.profile.token_seconds);
+  text_close(&o.text);
   free(o.ids);
   if (fflush(stdout) != 0 && !failure) failure = EXIT_FAILURE;
   return failure;

@@ -3,19 +3,25 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-void print_json_string(const char *text) {
+void print_json_text(const char *text, size_t n_bytes) {
   putchar('"');
-  for (const unsigned char *c = (const unsigned char *)text; *c; c++) {
-    if (*c == '"' || *c == '\\') {
-      printf("\\%c", *c);
-    } else if (*c < 0x20) {
-      printf("\\u%04x", *c);
+  for (size_t i = 0; i < n_bytes; i++) {
+    const unsigned char c = (unsigned char)text[i];
+    if (c == '"' || c == '\\') {
+      printf("\\%c", c);
+    } else if (c < 0x20 || c == 0x7f) {
+      printf("\\u%04x", c);
     } else {
-      putchar(*c);
+      putchar(c);
     }
   }
   putchar('"');
+}
+
+void print_json_string(const char *text) {
+  print_json_text(text, strlen(text));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ typedef struct {
 } run_profile;
 
 void print_json_string(const char *text);
+void print_json_text(const char *text, size_t n_bytes);
 
 void print_memory(const colibri_memory *m);
 void print_memory_json(const colibri_memory *m);
