@@ -227,11 +227,19 @@ colibri run model.colibri --prompt "The file system is" --max-tokens 64 --expert
 colibri run model.colibri --tokens 1,2,3 --max-tokens 0 --logits logits.npy
 echo "Once upon a time" | colibri run model.colibri --prompt-file - --temperature 0.8 --seed 7
 colibri run model.colibri --chat --system "You answer in one sentence."
+colibri run model.colibri --prompt-file a.txt --prompt-file b.txt --out answers
 """,
 )
 @click.argument("path", type=PATH)
 @click.option("--prompt", help="The prompt as text.")
-@click.option("--prompt-file", type=PATH, help="A file with the prompt; - is standard input.")
+@click.option(
+    "--prompt-file",
+    "prompt_files",
+    type=PATH,
+    multiple=True,
+    help="A file with the prompt; - is standard input. Repeatable with --out.",
+)
+@click.option("--out", type=PATH, help="Answer every --prompt-file; write DIR/NAME.json for each.")
 @click.option("--tokens", help="The prompt as token ids: 1,2,3.")
 @click.option(
     "--chat", is_flag=True, help="Use the model's chat template; without a prompt, a conversation."
@@ -314,14 +322,26 @@ colibri run model.colibri --chat --system "You answer in one sentence."
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token.")
 @click.option("--logits", type=PATH, help="Write the prompt's logits here (.npy, float32).")
 @click.option("--profile", is_flag=True, help="Show where the time went, by phase and layer.")
-def run_command(output: Output, path: Path, **options: Any) -> None:
+def run_command(
+    output: Output, path: Path, prompt_files: Sequence[Path], out: Path | None, **options: Any
+) -> None:
     """Run a container: prompt in, text out.
 
     Experts are read on demand into a bounded cache.
 
     The text goes to standard output as it is made, the measurements to standard error. --chat
     without a prompt is a conversation: /reset begins anew, Ctrl-C stops a reply, Ctrl-D leaves.
+
+    With --out, every prompt file is answered by one open model. What is answered already is kept,
+    so an interrupted job goes on when it is run again; a file that fails does not stop the rest,
+    and makes the exit code 1.
     """
+    if out is not None:
+        run_files_command(output, path, prompt_files, out, options)
+        return
+    if len(prompt_files) > 1:
+        raise UsageError("several --prompt-file need --out, the folder for their results")
+    options["prompt_file"] = prompt_files[0] if prompt_files else None
     if options["chat"] and all(options[key] is None for key in ("prompt", "prompt_file", "tokens")):
         from colibri_tools.chat import interactive
 
@@ -340,6 +360,41 @@ def run_command(output: Output, path: Path, **options: Any) -> None:
     output.measured(result)
     if result.interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
+
+
+def run_files_command(
+    output: Output, path: Path, files: Sequence[Path], out: Path, options: dict[str, Any]
+) -> None:
+    """Answer prompt files without anybody watching."""
+    from colibri_tools.run import make_sampling
+    from colibri_tools.unattended import FileResult, run_files
+
+    given = [name for name in ("prompt", "tokens", "logits", "profile") if options.pop(name)]
+    if given:
+        raise UsageError(f"--out is about prompt files: it excludes --{given[0]}")
+    if not files:
+        raise UsageError("--out needs at least one --prompt-file")
+    if options["system"] is not None and not options["chat"]:
+        raise UsageError("--system is a message of a chat: it needs --chat")
+    if options["temperature"] > 0 and options["seed"] is None:
+        raise UsageError("--temperature with --out needs --seed: a rerun must be the same job")
+    drawing = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    sampling = make_sampling(*(options.pop(name) for name in drawing))
+    options["precision"] = options["precision"] or "fast"
+
+    def tell(item: FileResult) -> None:
+        if item.error:
+            output.failures([item.error])
+        else:
+            output.note(f"{item.result}: {item.generated_tokens} tokens, {item.seconds:.1f} s")
+
+    result = run_files(path, files, out, sampling=sampling, on_file=tell, **options)
+    output.result(result)
+    if result.interrupted:
+        output.note("interrupted; the same command goes on with the files that are left")
+        raise SystemExit(EXIT_INTERRUPTED)
+    if not result.ok:
+        raise SystemExit(EXIT_FAILED)
 
 
 @command(

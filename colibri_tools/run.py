@@ -6,7 +6,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +46,7 @@ __all__ = [
     "Generation",
     "RunResult",
     "TextStream",
+    "context_limit",
     "make_sampling",
     "parse_tokens",
     "run",
@@ -546,16 +547,23 @@ def check_text_options(
         raise UsageError("--stop: expected a text, found an empty one")
 
 
+def context_limit(path: str | os.PathLike[str], options: Mapping[str, Any]) -> int:
+    """Return the positions that the model allows. Raises as opening it would."""
+    # Only the model's limit is asked here: no budget is in the way.
+    free = {**options, "ram_budget": _NO_BUDGET}
+    return estimate(path, ctx=1, **free).context_length
+
+
 def _choose_ctx(
     path: str | os.PathLike[str],
     n_prompt: int,
     max_tokens: int,
     ctx: int | None,
-    options: _EngineOptions,
+    options: Mapping[str, Any],
 ) -> int:
-    # Only the model's limit is asked here: no budget is in the way.
-    free: _EngineOptions = {**options, "ram_budget": _NO_BUDGET}
-    limit = estimate(path, ctx=ctx or 1, **free).context_length
+    if ctx is not None:  # whether the model allows it
+        estimate(path, ctx=ctx, **{**options, "ram_budget": _NO_BUDGET})
+    limit = context_limit(path, options)
     chosen = min(n_prompt + max_tokens, limit) if ctx is None else ctx
     if n_prompt > chosen:
         advice = "shorten it" if ctx is None or ctx == limit else f"raise --ctx (up to {limit})"
