@@ -3,6 +3,8 @@
 //
 //   bench_store FILE [SECONDS [ROUNDS [CACHE_BLOCKS [IO_THREADS]]]]   default: 1 s a turn, 5 rounds, 16 blocks, 4
 //
+// ROUNDS 0 is the plain loop alone: bytes per second in pieces of 1 MiB and in whole blocks, two numbers on one line.
+//
 // The ceiling is the better of reading whole blocks and pieces of 1 MiB, by IO_THREADS threads that do nothing else.
 // Drop the page cache beforehand for mmap and buffered: what they read may come from memory, and is marked so.
 #ifndef _GNU_SOURCE
@@ -155,28 +157,43 @@ static double median(double *values, size_t n) {
   return values[n / 2];
 }
 
-int main(int argc, char **argv) {
+static void parse(bench *b, int argc, char **argv) {
   if (argc < 2) die("usage: bench_store FILE [SECONDS [ROUNDS [CACHE_BLOCKS [IO_THREADS]]]]");
+  *b = (bench){.path = argv[1],
+               .seconds = argc > 2 ? atof(argv[2]) : 1,
+               .n_rounds = argc > 3 ? strtoul(argv[3], NULL, 0) : 5,
+               .cache_blocks = argc > 4 ? strtoul(argv[4], NULL, 0) : 16,
+               .n_threads = argc > 5 ? strtoul(argv[5], NULL, 0) : 4,
+               .random = 1};
+  if (b->n_rounds > MAX_ROUNDS || b->n_threads < 1 || b->n_threads > MAX_THREADS) die("out of range");
+}
+
+static void take_memory(bench *b, const clb_store_sizes *sizes) {
+  b->slot_bytes = (size_t)sizes->minimum_bytes;  // at least the largest block
+  b->memory = clb_pages_alloc(b->cache_blocks * b->slot_bytes);
+  if (b->memory == NULL) die("no memory");
+  (void)madvise(b->memory, b->cache_blocks * b->slot_bytes, MADV_HUGEPAGE);  // as the store's
+  memset(b->memory, 1, b->cache_blocks * b->slot_bytes);
+}
+
+int main(int argc, char **argv) {
   static const char *const names[] = {"pread", "io_uring", "mmap", "buffered"};
   static const clb_io ios[] = {CLB_IO_PREAD, CLB_IO_URING, CLB_IO_MMAP, CLB_IO_BUFFERED};
   char error[512];
-  bench b = {.path = argv[1],
-             .seconds = argc > 2 ? atof(argv[2]) : 1,
-             .n_rounds = argc > 3 ? strtoul(argv[3], NULL, 0) : 5,
-             .cache_blocks = argc > 4 ? strtoul(argv[4], NULL, 0) : 16,
-             .n_threads = argc > 5 ? strtoul(argv[5], NULL, 0) : 4,
-             .random = 1};
-  if (b.n_rounds < 1 || b.n_rounds > MAX_ROUNDS || b.n_threads < 1 || b.n_threads > MAX_THREADS) die("out of range");
+  bench b;
+  parse(&b, argc, argv);
   clb_container *container = clb_container_open(argv[1], error, sizeof error);
   if (container == NULL) die(error);
   b.container = container;
   clb_store_sizes sizes;
   clb_store_measure(container, &sizes);
-  b.slot_bytes = (size_t)sizes.minimum_bytes;  // at least the largest block
-  b.memory = clb_pages_alloc(b.cache_blocks * b.slot_bytes);
-  if (b.memory == NULL) die("no memory");
-  (void)madvise(b.memory, b.cache_blocks * b.slot_bytes, MADV_HUGEPAGE);  // as the store's
-  memset(b.memory, 1, b.cache_blocks * b.slot_bytes);
+  take_memory(&b, &sizes);
+  if (b.n_rounds == 0) {
+    const double pieces = run_raw(&b, PIECE);
+    printf("%.0f %.0f\n", pieces, run_raw(&b, 0));
+    clb_container_close(container);
+    return 0;
+  }
   static double raw[2][MAX_ROUNDS], ours[4][MAX_ROUNDS], ratio[4][MAX_ROUNDS];
   clb_store *stores[4];
   for (size_t i = 0; i < 4; i++) {
