@@ -2,14 +2,16 @@
 
 usage: bench_capped.py MODEL.colibri MODEL.gguf --llama-bench PATH [--share 0.37,0.2] [--rounds 3]
                        [--tokens 32] [--llama-tokens 8] [--threads 2] [--io-threads 4]
-                       [--io pread,io_uring] [--prefetch 0,1] [--probe-seconds 1]
+                       [--llama-args='--repack 0'] [--io pread,io_uring] [--prefetch 0,1]
 
 As root: every run is in a memory cgroup (v2, or v1 where that has the memory controller) of
 SHARE times the size of MODEL.gguf, made and removed here, and the page cache is dropped before it.
 --ram-budget is the cap less 50 MB, over 1.05: what the budget promises to keep. Before and after
 each run the plain loop of bench_store.c reads blocks of the same file with O_DIRECT, --io-threads
 at once; their mean is the ceiling of that run. Tokens are random on both sides (llama-bench draws
-them so, colibri-run at a high temperature), so that routing is too. colibri-run is the one in PATH.
+them so, colibri-run at a high temperature), so that routing is too.
+colibri-run is the one in PATH. llama.cpp copies some types into a layout of its own, which no small
+cap holds; --repack 0 keeps it at mmap. What the kernel kills for memory is shown as 0 tokens/s.
 Prints machine, settings, every run, medians. Nothing is asserted.
 """
 
@@ -57,8 +59,12 @@ class Run:
     wait_share: float | None = None
     hit_rate: float | None = None
     peak_bytes: int | None = None
-    path: str = "mmap"
+    path: str = ""
     ceiling: float = 0.0
+
+
+class Killed(Exception):
+    """The kernel ended a program that needs more than the cap: wall and CPU seconds so far."""
 
 
 # ---------------------------------------------------------------- the surroundings
@@ -110,9 +116,11 @@ def run_capped(
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode == -9:
+            raise Killed(wall, usage.ru_utime + usage.ru_stime)
         if process.returncode:
             errors.seek(0)
-            why = "killed for memory" if process.returncode == -9 else errors.read()[-400:].strip()
+            why = errors.read()[-400:].strip()
             raise SystemExit(f"{call[0]}: exit {process.returncode}: {why}")
     return output, wall, usage.ru_utime + usage.ru_stime
 
@@ -130,7 +138,7 @@ def build_store_bench(folder: Path) -> Path:
 def ceiling(program: Path, args: argparse.Namespace) -> float:
     """Bytes per second of a plain loop of O_DIRECT reads: the better of pieces and whole blocks."""
     half = str(args.probe_seconds / 2)
-    call = [str(program), str(args.container), half, "0", "16", str(args.io_threads)]
+    call = [str(program.resolve()), str(args.container), half, "0", "16", str(args.io_threads)]
     output = subprocess.run(call, check=True, capture_output=True, text=True).stdout
     return max(float(number) for number in output.split())
 
@@ -144,8 +152,13 @@ def run_llama(args: argparse.Namespace, cap: Cap) -> Run:
     call += args.llama_args.split()
     paths = [str(args.llama_bench.resolve().parent), os.environ.get("LD_LIBRARY_PATH", "")]
     environment = os.environ | {"LD_LIBRARY_PATH": ":".join(p for p in paths if p)}
-    output, wall, cpu = run_capped(call, cap, environment)
-    return Run(float(json.loads(output)[0]["avg_ts"]), wall, cpu)
+    try:
+        output, wall, cpu = run_capped(call, cap, environment)
+    except Killed as killed:  # a result too
+        return Run(0.0, *killed.args, path="killed for memory")
+    result = json.loads(output)[0]
+    mapped = result.get("load_mode", "mmap" if result.get("use_mmap") else "not mmap")
+    return Run(float(result["avg_ts"]), wall, cpu, path=mapped)
 
 
 def budget_of(cap: Cap) -> int:
@@ -229,7 +242,8 @@ def show_table(rounds: list[dict[str, Run]]) -> None:
     )
     for name in rounds[0]:
         runs = [r[name] for r in rounds]
-        times = [r[name].tokens_per_second / r["llama.cpp"].tokens_per_second for r in rounds]
+        pairs = [(r[name].tokens_per_second, r["llama.cpp"].tokens_per_second) for r in rounds]
+        times = [ours / theirs for ours, theirs in pairs if theirs > 0]
         shares = [
             None if r.bytes_per_second is None else r.bytes_per_second / r.ceiling for r in runs
         ]
@@ -238,7 +252,7 @@ def show_table(rounds: list[dict[str, Run]]) -> None:
         cells = [
             name,
             f"{median(runs, lambda r: r.tokens_per_second):.2f}",
-            f"{statistics.median(times):.1f}x",
+            f"{statistics.median(times):.1f}x" if times else "",
             "" if speed is None else f"{speed / MB:.0f}",
             f"{statistics.median(r.ceiling for r in runs) / MB:.0f}",
             f"**{percent(statistics.median(known))}**" if known else "",
@@ -256,6 +270,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("gguf", type=Path)
     parser.add_argument("--llama-bench", type=Path, required=True)
     parser.add_argument("--llama-args", default="", help="more arguments of llama-bench")
+    parser.add_argument("--store-bench", type=Path, help="bench_store, built (else it is built)")
     parser.add_argument("--run-args", default="", help="more arguments of colibri-run")
     parser.add_argument("--share", default="0.37,0.2")
     parser.add_argument("--rounds", type=int, default=3)
@@ -293,7 +308,7 @@ def main() -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())  # dirty pages could not be dropped
     with tempfile.TemporaryDirectory() as folder:
-        store_bench = build_store_bench(Path(folder))
+        store_bench = args.store_bench or build_store_bench(Path(folder))
         for share in map(float, args.share.split(",")):
             with capped(int(size * share) // 4096 * 4096) as cap:
                 print(
