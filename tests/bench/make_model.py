@@ -2,6 +2,7 @@
 
     python tests/bench/make_model.py -o bench-moe                    # 2.7 B parameters, 5.4 GB
     python tests/bench/make_model.py -o bench-moe --gguf bench.gguf  # and the same weights as GGUF
+    python tests/bench/make_model.py -o even --attention 0.03125     # experts are chosen evenly
     python tests/bench/make_model.py -o small --layers 2 --experts 8 --hidden 128 --width 64
 
 One pool of normal random values is made once, and every matrix is a window of it that starts at
@@ -41,6 +42,13 @@ class Matrix:
     window: int
 
 
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values in a stored type, bf16 as uint16."""
+    if dtype == "BF16":
+        return to_bf16(values.astype(np.float32))
+    return values.astype({"F16": np.float16, "F32": np.float32}[dtype])
+
+
 class Pool:
     """Random values in the stored type; `values` returns the window of a matrix."""
 
@@ -48,9 +56,7 @@ class Pool:
         normal = np.random.default_rng(seed).standard_normal(
             largest + POOL_SPARE, dtype=np.float32
         ) * np.float32(STD)
-        self.data = {"BF16": to_bf16, "F16": lambda x: x.astype(np.float16), "F32": lambda x: x}[
-            dtype
-        ](normal)
+        self.data = stored(normal, dtype)
 
     def values(self, matrix: Matrix) -> np.ndarray:
         start = matrix.window * WINDOW_STRIDE % POOL_SPARE
@@ -98,15 +104,18 @@ def plan(args: argparse.Namespace) -> Iterator[Matrix]:
         yield Matrix("lm_head.weight", "output.weight", (args.vocab, hidden), next(window))
 
 
-def norms(args: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    """Hugging Face name, GGUF name and length of every norm."""
+def norms(args: argparse.Namespace) -> Iterator[tuple[str, str, int, float]]:
+    """Hugging Face name, GGUF name, length and value of every norm.
+
+    Queries and keys are normed again, so that a gain before attention scales the values alone.
+    """
     for layer in range(args.layers):
         hf, blk = f"model.layers.{layer}", f"blk.{layer}"
-        yield f"{hf}.input_layernorm.weight", f"{blk}.attn_norm.weight", args.hidden
-        yield f"{hf}.post_attention_layernorm.weight", f"{blk}.ffn_norm.weight", args.hidden
-        yield f"{hf}.self_attn.q_norm.weight", f"{blk}.attn_q_norm.weight", args.head_dim
-        yield f"{hf}.self_attn.k_norm.weight", f"{blk}.attn_k_norm.weight", args.head_dim
-    yield "model.norm.weight", "output_norm.weight", args.hidden
+        yield f"{hf}.input_layernorm.weight", f"{blk}.attn_norm.weight", args.hidden, args.attention
+        yield f"{hf}.post_attention_layernorm.weight", f"{blk}.ffn_norm.weight", args.hidden, 1.0
+        yield f"{hf}.self_attn.q_norm.weight", f"{blk}.attn_q_norm.weight", args.head_dim, 1.0
+        yield f"{hf}.self_attn.k_norm.weight", f"{blk}.attn_k_norm.weight", args.head_dim, 1.0
+    yield "model.norm.weight", "output_norm.weight", args.hidden, 1.0
 
 
 def hf_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -139,12 +148,14 @@ def hf_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_hf(args: argparse.Namespace, pool: Pool) -> int:
-    one = {"BF16": np.uint16(0x3F80), "F16": np.float16(1), "F32": np.float32(1)}[args.dtype]
     entries = [
         Entry(m.hf_name, args.dtype, m.shape, lambda m=m: pool.values(m)) for m in plan(args)
     ]
     entries += [
-        Entry(name, args.dtype, (n,), lambda n=n: np.full(n, one)) for name, _, n in norms(args)
+        Entry(
+            name, args.dtype, (n,), lambda n=n, value=value: stored(np.full(n, value), args.dtype)
+        )
+        for name, _, n, value in norms(args)
     ]
     args.output.mkdir(parents=True, exist_ok=True)
     for stale in args.output.glob("model-*.safetensors"):
@@ -199,16 +210,16 @@ def write_gguf(args: argparse.Namespace, pool: Pool) -> None:
         stacks.setdefault(matrix.gguf_name, []).append(matrix)
     writer = GGUFWriter(args.gguf, "qwen3moe")
     add_gguf_metadata(writer, args)
-    norm_rows = [(name, n) for _, name, n in norms(args)]
-    for name, n in norm_rows:
+    norm_rows = [(name, n, value) for _, name, n, value in norms(args)]
+    for name, n, _ in norm_rows:
         writer.add_tensor_info(name, (n,), np.dtype(np.float32), n * 4)
     sizes: dict[str, int] = {}
     for name, stack in stacks.items():
-        stored = "F32" if "ffn_gate_inp" in name else args.dtype
+        type_name = "F32" if "ffn_gate_inp" in name else args.dtype
         shape = (len(stack), *stack[0].shape) if "_exps" in name else stack[0].shape
-        sizes[name] = int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[stored]
+        sizes[name] = int(np.prod(shape, dtype=np.int64)) * ITEM_BYTES[type_name]
         writer.add_tensor_info(
-            name, shape, pool.data.dtype, sizes[name], raw_dtype=GGMLQuantizationType[stored]
+            name, shape, pool.data.dtype, sizes[name], raw_dtype=GGMLQuantizationType[type_name]
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -217,8 +228,8 @@ def write_gguf(args: argparse.Namespace, pool: Pool) -> None:
         0
     ]  # GGUFWriter wants whole tensors; a stack of experts is written one by one
     writer.write_padding(file, file.tell())
-    for _, n in norm_rows:
-        np.ones(n, np.float32).tofile(file)
+    for _, n, value in norm_rows:
+        np.full(n, value, np.float32).tofile(file)
         writer.write_padding(file, n * 4)
     for name, stack in stacks.items():
         for matrix in stack:
@@ -245,6 +256,13 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument(
+        "--attention",
+        type=float,
+        default=1.0,
+        help="gain of attention; at 1 it drowns what tells tokens apart: routing hardly changes "
+        "from token to token; at 0.03125 experts are drawn nearly evenly",
+    )
     parser.add_argument("--tie", action="store_true", help="tie the output matrix to the embedding")
     parser.add_argument("--dtype", type=str.upper, choices=sorted(ITEM_BYTES), default="BF16")
     parser.add_argument("--shard-gb", type=float, default=1.0)
