@@ -2,7 +2,7 @@
 
 usage: bench_capped.py MODEL.colibri MODEL.gguf --llama-bench PATH [--share 0.37,0.2] [--rounds 3]
                        [--tokens 32] [--llama-tokens 8] [--threads 2] [--io-threads 4]
-                       [--llama-args='--repack 0'] [--io pread,io_uring] [--prefetch 0,1]
+                       [--llama-args='--repack 0 -lm mmap'] [--io pread,io_uring] [--prefetch 0,1]
 
 As root: every run is in a memory cgroup (v2, or v1 where that has the memory controller) of
 SHARE times the size of MODEL.gguf, made and removed here, and the page cache is dropped before it.

@@ -5,9 +5,11 @@ usage: bench_sweep.py MODEL.colibri -o PLOT.svg [--seconds 10] [--threads 2] [--
                       [--cache 2,0.1,0.25,0.5,0.75,1] [--io auto]
 
 One option is swept at a time. Each point is a process of its own, so that its peak RSS is that of
-this point, measured for --seconds after opening and filling; SVG or PNG by the name of PLOT.
+this point, measured for --seconds after opening and filling. PLOT is SVG or PNG by its name, and
+needs matplotlib.
 
-  context: decode with this many positions filled, every expert in the cache
+  context: decode up to so many positions (the last eighth of them at most), every expert in the
+           cache
   batch:   prefill in batches of this size, every expert in the cache
   cache:   decode with a cache of so many blocks (whole numbers above 1) or this share of all
            experts (up to 1), read past the page cache where the drive allows
@@ -73,7 +75,7 @@ def options_of(args: argparse.Namespace, sweep: str, value: float) -> dict[str, 
     options: dict[str, Any] = {"threads": args.threads, "io": args.io, "check": "never"}
     options |= {"precision": args.precision, "kv_type": args.kv_type, "expert_cache": ALL}
     if sweep == "context":
-        return options | {"ctx": int(value) + args.most_tokens, "batch_size": FILL_BATCH}
+        return options | {"ctx": int(value), "batch_size": FILL_BATCH}
     if sweep == "batch":
         return options | {"ctx": FILL_BATCH, "batch_size": int(value)}
     minimum = smallest_cache(args.container)
@@ -111,7 +113,7 @@ def prefill(engine: Engine, tokens: list[int], seconds: float) -> tuple[int, flo
 
 def fill(engine: Engine, tokens: list[int], sweep: str, value: float) -> None:
     """What comes before the clock: every expert in the cache, positions filled."""
-    filled = int(value) if sweep == "context" else 32 if sweep == "cache" else 0
+    filled = int(value) * 7 // 8 if sweep == "context" else 32 if sweep == "cache" else 0
     if sweep != "cache":
         step = min(FILL_BATCH, engine.info.batch_size)
         before = -1
@@ -239,7 +241,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=numbers, default=numbers("128,1024,4096,8192"))
     parser.add_argument("--batch", type=numbers, default=numbers("1,8,32,128,512"))
     parser.add_argument("--cache", type=numbers, default=numbers("2,0.1,0.25,0.5,0.75,1"))
-    parser.add_argument("--most-tokens", type=int, default=512, help="room after the context")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -250,15 +251,13 @@ def main() -> None:
         sweep, value = args.point.split(":")
         print(json.dumps(asdict(measure(args, sweep, float(value)))))
         return
-    limit = estimate(args.container, ctx=1).context_length - args.most_tokens
+    limit = estimate(args.container, ctx=1).context_length
     fits = [n for n in args.context if n <= limit]
     print(f"{cpu_name()}, {os.cpu_count()} CPUs, {platform.system()} {platform.release()}")
     print(f"{args.container.name}: {args.precision} precision, {args.threads} threads,", end=" ")
     print(f"{args.seconds:g} s a point, load average {os.getloadavg()[0]:.2f}")
     for n in sorted(set(args.context) - set(fits)):
-        print(
-            f"context {n:.0f} is left out: the model's context length is {limit + args.most_tokens}"
-        )
+        print(f"context {n:.0f} is left out: the model's context length is {limit}")
     print("\n| sweep | at | tokens/s | tokens | in cache | peak RSS, MiB | planned, MiB |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
     points = []

@@ -29,7 +29,6 @@ WINDOW_STRIDE = 1_000_003  # prime, so that consecutive windows start at distinc
 STD = 0.02
 ROPE_THETA = 1_000_000.0
 RMS_EPS = 1e-6
-CONTEXT = 4096
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def hf_config(args: argparse.Namespace) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": args.hidden,
         "intermediate_size": args.width * args.top_k,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": args.context,
         "mlp_only_layers": [],
         "moe_intermediate_size": args.width,
         "norm_topk_prob": True,
@@ -178,7 +177,7 @@ def add_gguf_metadata(writer: Any, args: argparse.Namespace) -> None:
     writer.add_file_type(file_type[args.dtype])
     writer.add_quantization_version(2)
     writer.add_block_count(args.layers)
-    writer.add_context_length(CONTEXT)
+    writer.add_context_length(args.context)
     writer.add_embedding_length(args.hidden)
     writer.add_feed_forward_length(args.width * args.top_k)
     writer.add_head_count(args.heads)
@@ -263,6 +262,7 @@ def main() -> None:
         help="gain of attention; at 1 it drowns what tells tokens apart: routing hardly changes "
         "from token to token; at 0.03125 experts are drawn nearly evenly",
     )
+    parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--tie", action="store_true", help="tie the output matrix to the embedding")
     parser.add_argument("--dtype", type=str.upper, choices=sorted(ITEM_BYTES), default="BF16")
     parser.add_argument("--shard-gb", type=float, default=1.0)
