@@ -634,6 +634,7 @@ static const struct {
     {"source_kind", CLB_KV_STRING, false},
     {"executable", CLB_KV_BOOL, false},
     {"executable_lacks", CLB_KV_STRING, true},
+    {"tokenizer_lacks", CLB_KV_STRING, true},
     {"order", CLB_KV_STRING, false},
     {"n_layers", CLB_KV_U64, false},
     {"n_mtp_layers", CLB_KV_U64, false},
@@ -672,6 +673,22 @@ static const struct {
     {"graph.shared_width", CLB_KV_U64, false},
     {"graph.shared_gated", CLB_KV_BOOL, false},
     {"graph.dense_width", CLB_KV_U64, false},
+    {"graph.rope_inv_freq_long", CLB_KV_F64_ARRAY, true},
+    {"graph.rope_factor_long", CLB_KV_F64, true},
+    {"graph.rope_original_context", CLB_KV_U64, true},
+    {"graph.residual_scale", CLB_KV_F64, true},
+    {"graph.logit_divisor", CLB_KV_F64, true},
+    {"graph.activation_alpha", CLB_KV_F64, true},
+    {"graph.activation_limit", CLB_KV_F64, true},
+    {"graph.sinks", CLB_KV_BOOL, true},
+    {"graph.router_bias", CLB_KV_BOOL, true},
+    {"graph.output_bias", CLB_KV_BOOL, true},
+    {"graph.qk_norm_after_rope", CLB_KV_BOOL, true},
+    {"graph.experts_scale_input", CLB_KV_BOOL, true},
+    {"graph.chunks", CLB_KV_U64_ARRAY, true},
+    {"graph.router_jitter", CLB_KV_F64, true},
+    {"graph.temperature_floor", CLB_KV_F64, true},
+    {"graph.temperature_scale", CLB_KV_F64, true},
     {"graph.value_dim", CLB_KV_U64, true},
     {"graph.q_lora", CLB_KV_U64, true},
     {"graph.kv_lora", CLB_KV_U64, true},
@@ -795,8 +812,7 @@ typedef struct {
   uint16_t first, last;
 } role_range;
 
-static const role_range kRoleRanges[] = {{0, 4},   {7, 8},   {16, 28}, {30, 31}, {32, 35},
-                                         {38, 39}, {40, 42}, {48, 51}, {64, 73}};
+static const role_range kRoleRanges[] = {{0, 8}, {16, 28}, {30, 31}, {32, 35}, {38, 39}, {40, 42}, {48, 51}, {64, 73}};
 
 static bool is_known_role(uint16_t role) {
   for (size_t i = 0; i < sizeof kRoleRanges / sizeof kRoleRanges[0]; i++) {

@@ -96,6 +96,7 @@ def test_not_executable_says_why(tmp_path: Path) -> None:
     refused(path, JobError, "cannot be executed: router kind sigmoid")
 
 
+_LONG: dict[str, Any] = {"graph.rope_inv_freq_long": [0.5] * 8}
 _GROUPS = {
     "graph.router_groups": 4,
     "graph.router_top_groups": 1,
@@ -126,6 +127,17 @@ def test_latent_attention_with_what_it_does_not_do_is_refused(
         ({"rope_dim": 7}, "graph.rope_dim: expected an even number, found 7"),
         ({"rope_dim": 18}, "graph.rope_dim: expected 0 to 16, found 18"),
         ({"graph.rope_inv_freq": [1.0]}, "graph.rope_inv_freq: expected 8 entries, found 1"),
+        (_LONG | {"graph.rope_factor_long": 1.0}, "'graph.rope_original_context' of type u64"),
+        (
+            _LONG | {"graph.rope_factor_long": 1.0, "graph.rope_original_context": 0},
+            "graph.rope_original_context: expected 1 to",
+        ),
+        (_LONG, "expected key 'graph.rope_factor_long' of type f64, found no such key"),
+        ({"graph.rope_original_context": 9}, "'graph.rope_inv_freq_long' of type array of f64"),
+        (
+            {"graph.rope_inv_freq_long": [1.0]},
+            "graph.rope_inv_freq_long: expected 8 entries, found 1",
+        ),
         ({"windows": [0]}, "graph.windows: expected 3 entries, found 1"),
         ({"n_tokens": VOCAB + 1}, f"n_tokens: expected 1 to {VOCAB}, found {VOCAB + 1}"),
         ({"norm_eps": -1.0}, "graph.norm_eps: expected a finite number from 0, found -1"),

@@ -39,7 +39,13 @@ def test_every_id_belongs_to_one_family() -> None:
     assert set(FAMILY_NAMES) <= {*tm.ALL_FAMILIES, *rm.RECIPES}
 
 
-_ONE_FORM_ONLY = {Role.ROPE_FACTORS, Role.ATTN_K_B, Role.ATTN_V_B}
+_ONE_FORM_ONLY = {
+    Role.ROPE_FACTORS,
+    Role.ROPE_FACTORS_SHORT,
+    Role.ROPE_FACTORS_LONG,
+    Role.ATTN_K_B,
+    Role.ATTN_V_B,
+}
 """GGUF's own: frequencies as a tensor, and the second generation of latent attention."""
 
 
@@ -334,7 +340,7 @@ def test_case_8_2_rope_freqs_that_cannot_be_divided_by_are_refused(tmp_path: Pat
     assert "rope_freqs.weight" in refused(path)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mystery"])
+@pytest.mark.parametrize("kind", ["dynamic", "mystery"])
 def test_rope_that_depends_on_the_length_is_not_executable(tmp_path: Path, kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
     mapping = map_hf(tmp_path, "olmoe", overrides={"rope_parameters": rope})

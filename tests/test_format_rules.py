@@ -23,7 +23,9 @@ from colibri_tools.container import format as fmt
 from colibri_tools.container.checks import check_layouts, check_rows
 from colibri_tools.container.kv import KvType, decode_kv, encode_kv
 from colibri_tools.container.reader import open_bytes
-from colibri_tools.errors import JobError, UsageError
+from colibri_tools.container.spec import OPTIONAL_SPEC_KEYS
+from colibri_tools.engine import Engine
+from colibri_tools.errors import FormatError, JobError, UsageError
 from colibri_tools.respec import respec
 from colibri_tools.verify import verify_container
 
@@ -391,6 +393,18 @@ def test_rule_12_unknown_and_optional_keys_are_accepted(draft: Draft) -> None:
     changes = {"graph.new_switch": 1, "anything": "x", "executable_lacks": "nothing"}
     draft.replace_section(SectionKind.SPEC, spec_section(**changes))
     assert draft.seal().open().spec["graph.new_switch"] == 1
+
+
+@pytest.mark.parametrize("key", sorted(OPTIONAL_SPEC_KEYS))
+def test_rule_12_optional_keys_of_another_type(draft: Draft, tmp_path: Path, key: str) -> None:
+    """In both readers."""
+    wrong = [1] if SPEC_KEYS[key] is KvType.STRING else "word"
+    draft.replace_section(SectionKind.SPEC, spec_section(**{key: wrong}))
+    refuses_sealed(draft, 12, key)
+    path = tmp_path / "m.colibri"
+    path.write_bytes(draft.data)
+    with pytest.raises(FormatError, match=f'rule 12: spec: key "{key}"'):
+        Engine(path)
 
 
 def blobs_section(*blobs: tuple[bytes, bytes], **patch: tuple[int, int]) -> bytes:

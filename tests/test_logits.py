@@ -40,10 +40,10 @@ SAME_NUMBERS = [
 ]
 
 
-def check(path: Path, oracles: list[Oracle]) -> float:
+def check(path: Path, oracles: list[Oracle], ctx: int | None = None) -> float:
     """Compare all prompts of a container; return the largest error."""
     worst = 0.0
-    with Engine(path, threads=1) as engine:
+    with Engine(path, threads=1, ctx=ctx) as engine:
         for oracle in oracles:
             found = np.array(engine.forward(oracle.tokens, trace=True))
             assert np.isfinite(found).all()
@@ -79,12 +79,12 @@ def gguf_container(containers: Containers, case: Case, **options: object) -> Pat
 
 @pytest.mark.parametrize("case", ALL)
 def test_hf_logits_equal_transformers(containers: Containers, case: Case) -> None:
-    check(hf_container(containers, case), cases.load(case))
+    check(hf_container(containers, case), cases.load(case), case.ctx)
 
 
 @pytest.mark.parametrize("case", IN_GGUF)
 def test_gguf_logits_equal_transformers(containers: Containers, case: Case) -> None:
-    check(gguf_container(containers, case), cases.load(case))
+    check(gguf_container(containers, case), cases.load(case), case.ctx)
 
 
 def test_every_choice_of_every_case_is_decided() -> None:

@@ -21,6 +21,7 @@ from container_util import Draft, make_container
 from fault_util import build_shim
 from fault_util import colibri as faulty_colibri
 from gguf import GGMLQuantizationType
+from oracle.cases import CASES
 from repack_util import small_gguf, small_hf, small_spec
 from tiny_containers import Containers, logits
 
@@ -83,6 +84,9 @@ def altered(fresh: Path, tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- unchanged
 
 
+LONGROPE = CASES["phimoe-longrope-long"].spec.rope
+
+
 def sources() -> Iterator[Any]:
     small: Values = {"experts": 5, "width": 24}
     for family in tm.ALL_FAMILIES:
@@ -111,6 +115,7 @@ def sources() -> Iterator[Any]:
             },
             {"split": 5},
         ),
+        *(("phimoe", kind, {"rope": LONGROPE}, {}) for kind in ("hf", "gguf")),
         ("olmoe", "gguf", {"width": 64}, {"types": GGMLQuantizationType.Q8_0}),
     ]
     for number, (family, kind, changes, options) in enumerate(more):

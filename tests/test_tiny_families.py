@@ -11,11 +11,12 @@ import pytest
 import tiny_models as tm
 from gguf.quants import dequantize, quantize
 from oracle import cases
+from oracle.cases import CASES
 from repack_util import check_codes, code, map_gguf, map_hf, mapped, refused
 from tiny_containers import Containers, logits
 
 import colibri_tools
-from colibri_tools.container.format import PartRole
+from colibri_tools.container.format import Group, PartRole
 from colibri_tools.engine import Engine, estimate
 from colibri_tools.repack import repack
 from colibri_tools.verify import verify
@@ -320,16 +321,6 @@ def test_one_bias_of_an_expert_is_missing(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- Phi-3.5-MoE
 
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "long_factor": [2.0] * 8,
-    "short_factor": [1.0] * 8,
-    "long_mscale": 1.2,
-    "short_mscale": 1.2,
-    "original_max_position_embeddings": 64,
-}
-
 
 def lacks(mapping: Any) -> str:
     assert mapping.problems == []
@@ -337,21 +328,56 @@ def lacks(mapping: Any) -> str:
     return str(mapping.spec["executable_lacks"])
 
 
-def test_phimoe_with_longrope_is_repacked_and_says_that_it_does_not_run(tmp_path: Path) -> None:
-    found = map_hf(tmp_path / "hf", "phimoe", overrides={"rope_parameters": _LONGROPE})
-    assert "longrope" in lacks(found)
+def longrope(tmp_path: Path, **changes: Any) -> str:
+    """What is wrong with a changed config of longrope."""
+    rope = {**(CASES["phimoe-longrope-long"].spec.rope or {}), "rope_theta": 1e4, **changes}
+    rope = {name: value for name, value in rope.items() if value is not None}
+    return refused(tm.write_hf(tmp_path / "hf", "phimoe", overrides={"rope_parameters": rope}))
+
+
+@pytest.mark.parametrize("name", ["long_factor", "short_factor", "long_mscale", "short_mscale"])
+def test_longrope_of_phimoe_needs_all_its_keys(tmp_path: Path, name: str) -> None:
+    assert f"needs '{name}'" in longrope(tmp_path, **{name: None})
+
+
+@pytest.mark.parametrize("values", [[1.0] * 7, [1.0] * 7 + [0.0], "1"])
+def test_factors_of_longrope_are_positive_numbers_one_per_pair(tmp_path: Path, values: Any) -> None:
+    assert "expected" in longrope(tmp_path, long_factor=values)
+
+
+def test_mscales_of_other_rope_are_not_executed(tmp_path: Path) -> None:
     linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
     mscales = linear | {"long_mscale": 1.2, "short_mscale": 1.1}
     found = map_hf(tmp_path / "linear", "phimoe", overrides={"rope_parameters": mscales})
     assert "mscales" in lacks(found)
+    rope = dict(CASES["phimoe-longrope-long"].spec.rope or {}, rope_theta=1e4)
+    found = map_hf(tmp_path / "other", "mixtral", overrides={"rope_parameters": rope})
+    assert "mscales" in lacks(found)
 
-    def factors(stored: dict[str, tm.GgufTensor]) -> None:
-        for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
-            stored[name] = tm.GgufTensor(np.ones(8, np.float32), tm._T.F32)
 
-    found = map_gguf(tmp_path, "phimoe", mutate=factors)
-    assert "longrope" in lacks(found)
-    assert len(found.dropped["longrope-factors"]) == 2
+def test_longrope_of_gguf_is_kept_and_needs_both_tensors(tmp_path: Path) -> None:
+    spec = CASES["phimoe-longrope-long"].spec
+    found = map_gguf(tmp_path / "both", "phimoe", spec)
+    assert found.spec["executable"] and found.spec["graph.rope_original_context"] == 64
+    kept = {r.role.label: r.group for r in found.residents if r.role.label.startswith("rope")}
+    assert kept == dict.fromkeys(("rope_factors_short", "rope_factors_long"), Group.OPTIONAL)
+
+    def cut(stored: dict[str, tm.GgufTensor]) -> None:
+        del stored["rope_factors_long.weight"]
+
+    (path,) = tm.write_gguf(tmp_path / "m.gguf", "phimoe", spec, mutate=cut)
+    assert "short and long" in refused(path)
+
+
+def test_the_context_chooses_the_factors_of_longrope(containers: Containers) -> None:
+    """Not the length of the text: a short text in a long context takes the long ones."""
+    case = CASES["phimoe-longrope-short"]
+    path, tokens = containers.hf("phimoe", case.spec), case.tokens(0)
+    short, at, beyond, default = (
+        logits(path, tokens, **ctx) for ctx in ({"ctx": 50}, {"ctx": 64}, {"ctx": 65}, {})
+    )
+    assert np.array_equal(short, at) and np.array_equal(beyond, default)
+    assert cases.error(beyond, at) > 1e-2
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

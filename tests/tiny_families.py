@@ -168,9 +168,7 @@ def gguf_values(family: TinyFamily, spec: TinySpec, weights: Tensors) -> dict[st
             out[f"{at}{names[rest]}"] = value
         else:
             out[f"{at}{names[module]}.{kind}"] = value
-    if (spec.rope or {}).get("rope_type") == "llama3":
-        out["rope_freqs.weight"] = tm._llama3_factors(family.model_type, spec)
-    return out
+    return out | tm.rope_tensors(family.model_type, spec)
 
 
 # ---------------------------------------------------------------------------------------------

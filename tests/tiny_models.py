@@ -682,9 +682,19 @@ def gguf_values(
         out[f"blk.{layer}.{_GGUF_NAMES[module]}.{kind}"] = value
     for stacked, by_expert in stacks.items():
         out[stacked] = np.stack([by_expert[e] for e in sorted(by_expert)])
-    if (spec.rope or {}).get("rope_type") == "llama3":
-        out["rope_freqs.weight"] = _llama3_factors(family, spec)
-    return out
+    return out | rope_tensors(family, spec)
+
+
+def rope_tensors(family: str, spec: TinySpec) -> dict[str, np.ndarray]:
+    """What GGUF says about scaled rope in tensors."""
+    rope = dict(spec.rope or {})
+    if rope.get("rope_type") == "llama3":
+        return {"rope_freqs.weight": _llama3_factors(family, spec)}
+    return {
+        f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32)
+        for kind in ("short", "long")
+        if f"{kind}_factor" in rope
+    }
 
 
 def _llama3_factors(family: str, spec: TinySpec) -> np.ndarray:
@@ -852,7 +862,9 @@ def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) 
     if rope["rope_type"] in ("linear", "yarn"):
         out[f"{arch}.rope.scaling.type"] = rope["rope_type"]
         out[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
-    if rope["rope_type"] == "yarn":
+    if rope["rope_type"] == "longrope":
+        out[f"{arch}.rope.scaling.attn_factor"] = float(rope["long_mscale"])
+    if rope["rope_type"] in ("yarn", "longrope"):
         original = rope["original_max_position_embeddings"]
         out[f"{arch}.rope.scaling.original_context_length"] = original
     return out | gguf_tokenizer(spec)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from colibri_tools.container.format import Role
+from colibri_tools.container.format import Group, Role
 from colibri_tools.container.reader import Container, ResidentTensor
 from colibri_tools.errors import quote
 
@@ -36,11 +36,14 @@ def census(container: Container) -> list[CensusProblem]:
     if not spec["executable"]:
         return []
     problems = list(_check_tables(spec))
-    by_role = {(t.role, t.layer): t for t in container.tensors.values()}
+    by_role = {
+        (t.role, t.layer): t for t in container.tensors.values() if t.group != Group.OPTIONAL
+    }
     for role, shape in _model_needs(spec).items():
         problems += _check_role(by_role.get((role, -1)), role, shape, None)
     for layer in range(spec["n_layers"]):
-        for role, shape in _layer_needs(spec, layer).items():
+        roles = frozenset(role for role, at in by_role if at == layer)
+        for role, shape in _layer_needs(spec, layer, roles).items():
             problems += _check_role(by_role.get((role, layer)), role, shape, layer)
     return problems
 
@@ -49,6 +52,7 @@ def _check_tables(spec: dict[str, Any]) -> Iterator[CensusProblem]:
     lengths = {
         "graph.windows": spec["n_layers"],
         "graph.rope_inv_freq": spec["graph.rope_dim"] // 2,
+        "graph.rope_inv_freq_long": spec["graph.rope_dim"] // 2,
         "graph.rope_layers": spec["n_layers"],
         "graph.chunks": spec["n_layers"],
     }
@@ -73,53 +77,94 @@ def _model_needs(spec: dict[str, Any]) -> Needs:
     return needs
 
 
-def _layer_needs(spec: dict[str, Any], layer: int) -> Needs:
+def _layer_needs(spec: dict[str, Any], layer: int, roles: frozenset[int]) -> Needs:
     hidden = spec["hidden_size"]
-    needs = _attention_needs(spec) | {Role.FFN_NORM: (hidden,)}
-    if spec["graph.norm"] == "layer":
-        needs |= {Role.ATTN_NORM_BIAS: (hidden,), Role.FFN_NORM_BIAS: (hidden,)}
-    if not spec["moe_layers"][layer]:
-        width = spec["graph.dense_width"]
-        return needs | {
-            Role.DENSE_GATE: (width, hidden),
-            Role.DENSE_UP: (width, hidden),
-            Role.DENSE_DOWN: (hidden, width),
-        }
-    needs[Role.ROUTER] = (-1, hidden)
+    needs = _norm_needs(spec)
+    needs |= _latent_needs(spec, roles) if spec["graph.attention"] == "mla" else _gqa_needs(spec)
+    out = spec["graph.n_heads"] * _value_dim(spec)
+    needs[Role.ATTN_O] = (hidden, out)
+    if spec["graph.o_bias"]:
+        needs[Role.ATTN_O_BIAS] = (hidden,)
+    if spec.get("graph.attention_gate"):
+        needs[Role.ATTN_GATE] = (out, hidden)
+    if spec.get("graph.sinks"):
+        needs[Role.ATTN_SINKS] = (spec["graph.n_heads"],)
+    if spec["moe_layers"][layer]:
+        return needs | _moe_needs(spec)
+    return needs | _gated_needs(spec, Role.DENSE_GATE, spec["graph.dense_width"])
+
+
+def _norm_needs(spec: dict[str, Any]) -> Needs:
+    roles: tuple[Role, ...] = ()
+    if spec.get("graph.pre_norm", True):
+        roles += (Role.ATTN_NORM, Role.FFN_NORM)
+        if spec["graph.norm"] == "layer":
+            roles += (Role.ATTN_NORM_BIAS, Role.FFN_NORM_BIAS)
+    if spec.get("graph.post_norm"):
+        roles += (Role.ATTN_POST_NORM, Role.FFN_POST_NORM)
+    return dict.fromkeys(roles, (spec["hidden_size"],))
+
+
+def _gated_needs(spec: dict[str, Any], gate: Role, width: int) -> Needs:
+    """The three matrices of a feed-forward network; up and down follow gate in the role numbers."""
+    hidden = spec["hidden_size"]
+    return {gate: (width, hidden), Role(gate + 1): (width, hidden), Role(gate + 2): (hidden, width)}
+
+
+def _moe_needs(spec: dict[str, Any]) -> Needs:
+    needs: Needs = {Role.ROUTER: (-1, spec["hidden_size"])}
     if spec.get("graph.router_bias"):
         needs[Role.ROUTER_BIAS] = (-1,)
-    width = spec["graph.shared_width"]
-    if width:
-        needs |= {
-            Role.SHARED_GATE: (width, hidden),
-            Role.SHARED_UP: (width, hidden),
-            Role.SHARED_DOWN: (hidden, width),
-        }
+    if spec.get("graph.router_select_bias"):
+        needs[Role.ROUTER_SELECT_BIAS] = (-1,)
+    if spec["graph.shared_width"]:
+        needs |= _gated_needs(spec, Role.SHARED_GATE, spec["graph.shared_width"])
         if spec["graph.shared_gated"]:
-            needs[Role.SHARED_ROUTER] = (1, hidden)
+            needs[Role.SHARED_ROUTER] = (1, spec["hidden_size"])
     return needs
 
 
-def _attention_needs(spec: dict[str, Any]) -> Needs:
+def _value_dim(spec: dict[str, Any]) -> int:
+    return int(spec.get("graph.value_dim", spec["graph.head_dim"]))
+
+
+def _gqa_needs(spec: dict[str, Any]) -> Needs:
     hidden, head = spec["hidden_size"], spec["graph.head_dim"]
-    q, kv = spec["graph.n_heads"] * head, spec["graph.n_kv_heads"] * head
-    needs: Needs = {
-        Role.ATTN_NORM: (hidden,),
-        Role.ATTN_Q: (q, hidden),
-        Role.ATTN_K: (kv, hidden),
-        Role.ATTN_V: (kv, hidden),
-        Role.ATTN_O: (hidden, q),
-    }
+    q, k = spec["graph.n_heads"] * head, spec["graph.n_kv_heads"] * head
+    v = spec["graph.n_kv_heads"] * _value_dim(spec)
+    needs: Needs = {Role.ATTN_Q: (q, hidden), Role.ATTN_K: (k, hidden), Role.ATTN_V: (v, hidden)}
     if spec["graph.qkv_bias"]:
-        needs |= {Role.ATTN_Q_BIAS: (q,), Role.ATTN_K_BIAS: (kv,), Role.ATTN_V_BIAS: (kv,)}
-    if spec["graph.o_bias"]:
-        needs[Role.ATTN_O_BIAS] = (hidden,)
-    if spec.get("graph.sinks"):
-        needs[Role.ATTN_SINKS] = (spec["graph.n_heads"],)
-    norms = {"head": (head, head), "full": (q, kv)}.get(spec["graph.qk_norm"])
+        needs |= {Role.ATTN_Q_BIAS: (q,), Role.ATTN_K_BIAS: (k,), Role.ATTN_V_BIAS: (v,)}
+    norms = {"head": (head, head), "full": (q, k)}.get(spec["graph.qk_norm"])
     if norms is not None:
         needs |= {Role.ATTN_Q_NORM: (norms[0],), Role.ATTN_K_NORM: (norms[1],)}
     return needs
+
+
+_SPLIT = frozenset((Role.ATTN_K_B, Role.ATTN_V_B))
+
+
+def _latent_needs(spec: dict[str, Any], roles: frozenset[int]) -> Needs:
+    """Latent attention. Keys and values are in one tensor, or, with any of the two, in both."""
+    hidden, heads, q_lora = spec["hidden_size"], spec["graph.n_heads"], spec["graph.q_lora"]
+    latent, value, rope = spec["graph.kv_lora"], _value_dim(spec), spec["graph.rope_dim"]
+    head = spec["graph.head_dim"]
+    nope, q, kv = head - rope, heads * head, latent + rope
+    needs: Needs = {Role.ATTN_Q: (q, hidden)}
+    if q_lora:
+        needs = {
+            Role.ATTN_Q_A: (q_lora, hidden),
+            Role.ATTN_Q_A_NORM: (q_lora,),
+            Role.ATTN_Q_B: (q, q_lora),
+        }
+    needs |= {Role.ATTN_KV_A: (kv, hidden), Role.ATTN_KV_A_NORM: (latent,)}
+    if spec["graph.qkv_bias"]:
+        needs |= {Role.ATTN_Q_A_BIAS: (q_lora,)} if q_lora else {}
+        needs[Role.ATTN_KV_A_BIAS] = (kv,)
+    if roles & _SPLIT:
+        split = {Role.ATTN_K_B: (heads, latent, nope), Role.ATTN_V_B: (heads, value, latent)}
+        return needs | split
+    return needs | {Role.ATTN_KV_B: (heads * (nope + value), latent)}
 
 
 def _check_role(

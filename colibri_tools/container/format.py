@@ -135,6 +135,8 @@ class Role(IntEnum):
     OUTPUT = 2
     OUTPUT_NORM = 3
     ROPE_FACTORS = 4
+    ROPE_FACTORS_SHORT = 5
+    ROPE_FACTORS_LONG = 6
     OUTPUT_BIAS = 7
     OUTPUT_NORM_BIAS = 8
     ATTN_NORM = 16

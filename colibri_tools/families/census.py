@@ -183,7 +183,6 @@ def _finish(census: Census, detected: Detected) -> None:
         moe_layers=census.moe_layers,
         residents=mapping.residents,
         rows=mapping.rows,
-        lacks=[r.lacks for r in census.form.drops if r.lacks and r.name in mapping.dropped],
     )
     try:
         mapping.spec = build_spec(facts)

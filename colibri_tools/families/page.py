@@ -43,8 +43,12 @@ at their input or output, softmax and sigmoid routing with and without normalise
 over the chosen scores is one over all, normalised), within the best groups of experts and with a
 bias on the choice, SparseMixer, shared experts with and without a sigmoid gate, dense layers
 between MoE layers, tied output matrices, biases of attention, router and output, Granite's
-multipliers. Weights of every type that gguf decodes. Rope scaling that depends on the length of the
-text (dynamic, longrope) is refused by `run`.
+multipliers. Weights of every type that gguf decodes. Longrope has two sets of frequencies: the
+engine takes the long one if the context it is opened for (`--ctx`, per sequence) is larger than the
+original one, however short the text, as llama.cpp does; transformers goes by the text's length.
+Dynamic rope scaling, whose frequencies change with every token, is refused by `run`.
+
+How to add a family: [adding-a-family.md](adding-a-family.md).
 """
 _FORMS = "\n## Written forms of experts\n"
 

@@ -18,7 +18,15 @@ import numpy.typing as npt
 from colibri_tools.errors import SourceError, quote
 from colibri_tools.families.hyper import Hyper
 
-__all__ = ["Rope", "RopeSettings", "fold_factors", "gguf_rope", "hf_rope", "resolve_rope"]
+__all__ = [
+    "LongRope",
+    "Rope",
+    "RopeSettings",
+    "fold_factors",
+    "gguf_rope",
+    "hf_rope",
+    "resolve_rope",
+]
 
 F32 = npt.NDArray[np.float32]
 
@@ -42,8 +50,21 @@ class RopeSettings:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    short_mscale: float | None = None
+    long_mscale: float | None = None
     lacks: str | None = None
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """What replaces frequencies and factor for contexts of more than `original_context`."""
+
+    inv_freq: list[float]
+    factor: float
+    original_context: int
 
 
 @dataclass(slots=True)
@@ -56,6 +77,7 @@ class Rope:
     warnings: list[str] = field(default_factory=list)
     latent_scale: float = 1.0
     """What latent attention multiplies its scores with on top, for stretched rope."""
+    long: LongRope | None = None
 
 
 _NUMBERS = {
@@ -68,7 +90,10 @@ _NUMBERS = {
     "beta_slow": "beta_slow",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
+    "short_mscale": "short_mscale",
+    "long_mscale": "long_mscale",
 }
+_LISTS = ("short_factor", "long_factor")
 _KNOWN_KEYS = {
     "default": frozenset[str](),
     "ntk-alpha": frozenset(
@@ -90,6 +115,16 @@ _KNOWN_KEYS = {
             "truncate",
         )
     ),
+    "longrope": frozenset(
+        (
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_mscale",
+            "long_mscale",
+            *_LISTS,
+        )
+    ),
 }
 _NEEDED_KEYS = {
     "default": (),
@@ -97,7 +132,9 @@ _NEEDED_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "longrope": _LISTS,
 }
+_MSCALES = ("short_mscale", "long_mscale")
 _ALWAYS_KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
 
 
@@ -108,11 +145,13 @@ def hf_rope(
     context_length: int,
     default_partial: float | None = None,
     fixed_alpha: bool = False,
+    mscales: bool = False,
 ) -> RopeSettings:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     `default_partial` is the share of a head that rotates, None in a family that rotates all.
     With `fixed_alpha`, dynamic rope that has an `alpha` is a stretched base and nothing else.
+    With `mscales`, longrope states the factors on cos and sin, and has to.
     Raises SourceError for a value of a wrong type or a missing one.
     """
     where = "config.json: rope_parameters"
@@ -130,7 +169,7 @@ def hf_rope(
         head_dim = int(head_dim * (default_partial if partial is None else share))
     elif share != 1.0:
         return RopeSettings(head_dim, base, lacks=f"partial_rotary_factor {partial} in this family")
-    if "short_mscale" in given or "long_mscale" in given:
+    if any(name in given for name in _MSCALES) and not (mscales and kind == "longrope"):
         return RopeSettings(head_dim, base, lacks=f"rope of kind {quote(kind)} with two mscales")
     if fixed_alpha and kind == "dynamic" and given.get("alpha"):
         alpha = _number(where, "alpha", given["alpha"])
@@ -142,14 +181,20 @@ def hf_rope(
         theta=base,
         kind=kind,
         warnings=_unknown_keys(given, kind),
-        **_scaling(config, given, kind, context_length, where),
+        **_scaling(config, given, kind, context_length, where, mscales),
     )
 
 
 def _scaling(
-    config: Mapping[str, Any], given: Mapping[str, Any], kind: str, context: int, where: str
+    config: Mapping[str, Any],
+    given: Mapping[str, Any],
+    kind: str,
+    context: int,
+    where: str,
+    mscales: bool,
 ) -> dict[str, Any]:
-    missing = [name for name in _NEEDED_KEYS[kind] if given.get(name) is None]
+    needed = (*_NEEDED_KEYS[kind], *(_MSCALES if mscales and kind == "longrope" else ()))
+    missing = [name for name in needed if given.get(name) is None]
     if missing and not (kind == "yarn" and "original_max_position_embeddings" in given):
         raise SourceError(f"{where}: rope type {quote(kind)} needs {quote(missing[0])}")
     fields: dict[str, Any] = {
@@ -160,15 +205,18 @@ def _scaling(
     for name in ("beta_fast", "beta_slow"):
         if fields.get(name) == 0:  # transformers takes `or 32`, `or 1`
             del fields[name]
+    for name in _LISTS if kind == "longrope" else ():
+        fields[name] = _numbers(where, name, given[name])
     outer = config.get("original_max_position_embeddings")
-    if outer is not None and kind in ("llama3", "yarn"):
+    if outer is not None and kind in ("llama3", "yarn", "longrope"):
         fields["original_context"] = _number(where, "original_max_position_embeddings", outer)
     fields.setdefault("original_context", float(context))
     for name in ("factor", "original_context", "low_freq_factor", "high_freq_factor"):
         if name in fields and fields[name] <= 0:
             raise SourceError(f"{where}: {name}: expected a number above 0, found {fields[name]}")
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         fields.setdefault("factor", context / fields["original_context"])
+    if kind == "yarn":
         fields["truncate"] = bool(given.get("truncate", True))
     return fields
 
@@ -182,9 +230,24 @@ def _unknown_keys(given: Mapping[str, Any], kind: str) -> tuple[str, ...]:
     )
 
 
-def gguf_rope(hyper: Hyper, head_dim: int) -> RopeSettings:
-    """Read the rope keys of GGUF metadata, with llama.cpp's meaning of what is absent."""
+def gguf_rope(
+    hyper: Hyper, head_dim: int, factors: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+) -> RopeSettings:
+    """Read the rope keys of GGUF metadata, with llama.cpp's meaning of what is absent.
+
+    `factors` are those of longrope, short and long, if the file has such tensors.
+    """
     dim = head_dim if hyper["rope_dim"] is None else hyper["rope_dim"]
+    if factors is not None:
+        return RopeSettings(
+            dim,
+            hyper["rope_theta"],
+            "longrope",
+            original_context=float(hyper["rope_original_context"] or hyper["context_length"]),
+            attention_factor=hyper["rope_attention_factor"],
+            short_factor=factors[0],
+            long_factor=factors[1],
+        )
     scale = hyper["rope_scale"] or 1.0
     kind = hyper["rope_kind"] or "linear"  # a scale without a type is a linear one
     if kind == "none" or (kind == "linear" and scale == 1.0):
@@ -231,7 +294,10 @@ def resolve_rope(settings: RopeSettings) -> Rope:
         raise _unusable(settings)
     all_dim = settings.mscale_all_dim or 0.0
     latent_scale = _mscale(settings.factor, all_dim) ** 2 if settings.kind != "default" else 1.0
-    return Rope(inv_freq.tolist(), factor, settings.lacks, list(settings.warnings), latent_scale)
+    long = _long(settings) if settings.kind == "longrope" and settings.lacks is None else None
+    return Rope(
+        inv_freq.tolist(), factor, settings.lacks, list(settings.warnings), latent_scale, long
+    )
 
 
 def _frequencies(settings: RopeSettings) -> tuple[F32, float]:
@@ -243,7 +309,43 @@ def _frequencies(settings: RopeSettings) -> tuple[F32, float]:
         return inv_freq / np.float32(settings.factor), 1.0
     if settings.kind == "llama3":
         return _llama3(inv_freq, settings), 1.0
+    if settings.kind == "longrope":
+        return _divided(powers, settings.short_factor), _long_factor(settings, "short_mscale")
     return _yarn(powers, settings), _yarn_attention_factor(settings)
+
+
+def _long(settings: RopeSettings) -> LongRope:
+    if settings.original_context != int(settings.original_context):
+        raise SourceError(
+            f"rope: original context of {settings.original_context}: expected a whole number"
+        )
+    inv_freq = _divided(_powers(settings), settings.long_factor)
+    factor = _long_factor(settings, "long_mscale")
+    if not ((inv_freq > 0) & np.isfinite(inv_freq)).all() or not math.isfinite(factor):
+        raise _unusable(settings)
+    return LongRope(inv_freq.tolist(), factor, int(settings.original_context))
+
+
+def _divided(powers: F32, factors: tuple[float, ...]) -> F32:
+    divisors = np.array(factors, np.float32)
+    if divisors.shape != powers.shape or not (np.isfinite(divisors) & (divisors > 0)).all():
+        raise SourceError(
+            f"rope: longrope: expected {len(powers)} positive finite factors of each kind, one per "
+            f"two rotated dimensions, found {len(divisors)}"
+        )
+    result: F32 = np.float32(1.0) / (divisors * powers)
+    return result
+
+
+def _long_factor(settings: RopeSettings, mscale: str) -> float:
+    stated: float | None = getattr(settings, mscale)
+    if stated is None:
+        stated = settings.attention_factor
+    if stated is not None:
+        return stated
+    if settings.factor <= 1 or settings.original_context <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(settings.factor) / math.log(settings.original_context))
 
 
 def _unusable(settings: RopeSettings) -> SourceError:
@@ -319,6 +421,12 @@ def _yarn_attention_factor(settings: RopeSettings) -> float:
 
 def _mscale(scale: float, mscale: float) -> float:
     return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+
+def _numbers(where: str, name: str, values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list) or len(values) > MAX_ROPE_DIM:
+        raise SourceError(f"{where}: {name}: expected a list of numbers, found {quote(values)}")
+    return tuple(_number(where, name, value) for value in values)
 
 
 def _number(where: str, name: str, value: Any) -> float:

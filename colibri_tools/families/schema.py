@@ -126,15 +126,11 @@ class ExpertRule:
 
 @dataclass(frozen=True, slots=True)
 class DropRule:
-    """Source tensors that are left out on purpose: a name, a regular expression, and why.
-
-    `lacks` is what a graph that has such tensors would need.
-    """
+    """Source tensors that are left out on purpose: a name, a regular expression, and why."""
 
     name: str
     regex: str
     why: str
-    lacks: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +158,9 @@ class Form:
     `defaults` give the value of a hyper-parameter whose key is absent, as the reference
     implementation of that source kind resolves it. `layer_kinds` is False where metadata does not
     tell dense from MoE layers.
-    `rope_alpha`: dynamic rope with an `alpha` stretches the base once and for all. `rope_default`
-    is the rope of a config that says nothing about it. A default may be a function of the other
-    values.
+    `rope_alpha`: dynamic rope with an `alpha` stretches the base once and for all. `rope_mscales`:
+    longrope states what multiplies cos and sin. `rope_default` is the rope of a config that says
+    nothing about it. A default may be a function of the other values.
     """
 
     ids: tuple[str, ...]
@@ -179,6 +175,7 @@ class Form:
     windows: Windows = "all"
     layer_kinds: bool = True
     rope_alpha: bool = False
+    rope_mscales: bool = False
     rope_default: Mapping[str, Any] | None = None
 
 

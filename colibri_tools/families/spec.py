@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from colibri_tools.container.format import Group, Role
 from colibri_tools.dtypes import DType
@@ -25,7 +26,7 @@ from colibri_tools.families.rope import (
 )
 from colibri_tools.families.schema import Family, Form
 from colibri_tools.families.vocabulary import Vocabulary, read_vocabulary
-from colibri_tools.sources import Source
+from colibri_tools.sources import Source, SourceTensor
 
 __all__ = ["Facts", "build_spec", "decodable"]
 
@@ -347,7 +348,7 @@ def _check_gguf_window(facts: Facts, window: int) -> None:
 def _rope(facts: Facts) -> Rope:
     hyper, head_dim = facts.hyper, facts.dims["head"]
     if facts.source.kind == "gguf":
-        settings = gguf_rope(hyper, head_dim)
+        settings = gguf_rope(hyper, head_dim, _long_factors(facts))
     else:
         merged: dict[str, Any] = {}
         for level in reversed(facts.detected.levels):
@@ -356,24 +357,53 @@ def _rope(facts: Facts) -> Rope:
             merged["rope_parameters"] = facts.form.rope_default
         theta = facts.form.defaults["rope_theta"]
         width, partial = _hf_rotated(facts)
-        alpha = facts.form.rope_alpha
-        settings = hf_rope(merged, theta, width, hyper["context_length"], partial, alpha)
+        settings = hf_rope(
+            merged,
+            theta,
+            width,
+            hyper["context_length"],
+            partial,
+            facts.form.rope_alpha,
+            facts.form.rope_mscales,
+        )
     if settings.dim > head_dim:
         raise SourceError(f"rope: {settings.dim} rotated dimensions in heads of {head_dim}")
     rope = resolve_rope(settings)
     factors = next((r for r in facts.residents if r.role is Role.ROPE_FACTORS), None)
     if factors is not None:
-        if factors.tensor.dtype.name != "f32":
-            raise SourceError(
-                f"tensor {quote(factors.tensor.name)}: expected type f32, "
-                f"found {factors.tensor.dtype.name}"
-            )
-        fold_factors(rope, np.frombuffer(facts.source.read(factors.tensor), "<f4"))
+        fold_factors(rope, _read_factors(facts, factors.tensor))
         facts.notes.append(
             f"{quote(factors.tensor.name)} is folded into graph.rope_inv_freq and kept as an "
             "optional tensor"
         )
     return rope
+
+
+_LONGROPE = (Role.ROPE_FACTORS_SHORT, Role.ROPE_FACTORS_LONG)
+
+
+def _read_factors(facts: Facts, tensor: SourceTensor) -> npt.NDArray[np.float32]:
+    if tensor.dtype.name != "f32":
+        raise SourceError(
+            f"tensor {quote(tensor.name)}: expected type f32, found {tensor.dtype.name}"
+        )
+    return np.frombuffer(facts.source.read(tensor), "<f4")
+
+
+def _long_factors(facts: Facts) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """The factors of longrope in a GGUF file, short and long."""
+    found = {r.role: r.tensor for r in facts.residents if r.role in _LONGROPE}
+    if not found:
+        return None
+    if len(found) == 1:
+        (tensor,) = found.values()
+        raise SourceError(
+            f"tensor {quote(tensor.name)}: longrope needs short and long factors, found one of them"
+        )
+    names = quote_some([tensor.name for tensor in found.values()])
+    facts.notes.append(f"{names} are folded into the graph's rope and kept as optional tensors")
+    short, long = (tuple(_read_factors(facts, found[role]).tolist()) for role in _LONGROPE)
+    return short, long
 
 
 def _hf_rotated(facts: Facts) -> tuple[int, float | None]:
@@ -390,12 +420,17 @@ def _rope_graph(facts: Facts, rope: Rope) -> dict[str, Any]:
     facts.warnings += rope.warnings
     if rope.lacks is not None:
         facts.lacks.append(rope.lacks)
-    return {
+    graph = {
         "rope_dim": 2 * len(rope.inv_freq),
         "rope_pairing": facts.form.rope_pairing,
         "rope_inv_freq": rope.inv_freq,
         "rope_factor": rope.factor,
     }
+    if rope.long is not None:
+        graph["rope_inv_freq_long"] = rope.long.inv_freq
+        graph["rope_factor_long"] = rope.long.factor
+        graph["rope_original_context"] = rope.long.original_context
+    return graph
 
 
 # ---------------------------------------------------------------- types, notes

@@ -38,6 +38,9 @@ static const char *const KNOWN_GRAPH_KEYS[] = {
     "rope_pairing",
     "rope_inv_freq",
     "rope_factor",
+    "rope_inv_freq_long",
+    "rope_factor_long",
+    "rope_original_context",
     "activation",
     "router_score",
     "router_norm",
@@ -345,16 +348,31 @@ static colibri_status read_layers(loader *l) {
   return COLIBRI_OK;
 }
 
+static colibri_status read_frequencies(const loader *l, const char *key, const double **out) {
+  const uint64_t expected = l->graph->rope_dim / 2;
+  size_t n;
+  if (!clb_spec_f64_array(l->container, key, out, &n)) return bad_key(l, key, "array of f64");
+  if (n == expected) return COLIBRI_OK;
+  return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: %s: expected %llu entries, found %zu", key,
+                  (unsigned long long)expected, n);
+}
+
+// The three keys of rope for contexts beyond the original one come together.
+static colibri_status read_long_rope(loader *l) {
+  clb_graph *g = l->graph;
+  if (!has(l, "graph.rope_inv_freq_long") && !has(l, "graph.rope_factor_long") &&
+      !has(l, "graph.rope_original_context")) {
+    return COLIBRI_OK;
+  }
+  CLB_TRY(read_frequencies(l, "graph.rope_inv_freq_long", &g->rope_inv_freq_long));
+  CLB_TRY(read_f64(l, "graph.rope_factor_long", -INFINITY, &g->rope_factor_long));
+  return read_u64(l, "graph.rope_original_context", 1, MAX_CONTEXT, &g->rope_original_context);
+}
+
 static colibri_status read_arrays(loader *l) {
   clb_graph *g = l->graph;
-  size_t n;
-  if (!clb_spec_f64_array(l->container, "graph.rope_inv_freq", &g->rope_inv_freq, &n)) {
-    return bad_key(l, "graph.rope_inv_freq", "array of f64");
-  }
-  if (n != g->rope_dim / 2) {
-    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: graph.rope_inv_freq: expected %llu entries, found %zu",
-                    (unsigned long long)g->rope_dim / 2, n);
-  }
+  CLB_TRY(read_frequencies(l, "graph.rope_inv_freq", &g->rope_inv_freq));
+  CLB_TRY(read_long_rope(l));
   if (!clb_spec_i64(l->container, "bos_id", &g->bos_id)) return bad_key(l, "bos_id", "i64");
   if (!clb_spec_u64_array(l->container, "eos_ids", &g->eos_ids, &g->n_eos)) {
     return bad_key(l, "eos_ids", "array of u64");
@@ -704,6 +722,12 @@ colibri_status clb_graph_load(const clb_container *container, clb_graph *graph, 
   CLB_TRY(read_arrays(&l));
   CLB_TRY(find_tensors(&l));
   return check_layouts(&l);
+}
+
+void clb_graph_use_context(clb_graph *graph, uint64_t n_positions) {
+  if (!graph->rope_inv_freq_long || n_positions <= graph->rope_original_context) return;
+  graph->rope_inv_freq = graph->rope_inv_freq_long;
+  graph->rope_factor = graph->rope_factor_long;
 }
 
 void clb_graph_free(clb_graph *graph) {

@@ -68,6 +68,10 @@ typedef struct {
   clb_qk_norm qk_norm;
   clb_rope_pairing rope_pairing;
   const double *rope_inv_freq;  // [rope_dim / 2], of the container
+  // The same two for contexts of more than rope_original_context positions; NULL: there are no others.
+  const double *rope_inv_freq_long;
+  double rope_factor_long;
+  uint64_t rope_original_context;
   int64_t bos_id;
   const uint64_t *eos_ids;  // [n_eos], of the container
   size_t n_eos;
@@ -77,6 +81,8 @@ typedef struct {
 
 // Fills `graph`, which points into `container`. Free it in any case.
 colibri_status clb_graph_load(const clb_container *container, clb_graph *graph, clb_error error);
+// Chooses what depends on the positions that a sequence may have. Call it once, before anything is computed.
+void clb_graph_use_context(clb_graph *graph, uint64_t n_positions);
 void clb_graph_free(clb_graph *graph);
 
 #endif

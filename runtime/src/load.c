@@ -390,6 +390,7 @@ colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_op
   if (!e->container) return clb_fail(e->error, COLIBRI_ERROR_FORMAT, "%s", text);
   CLB_TRY(clb_graph_load(e->container, &e->graph, e->error));
   CLB_TRY(check_options(e, options));
+  clb_graph_use_context(&e->graph, e->ctx);
   e->token_embd = matrix_of(e->graph.token_embd);
   e->output = matrix_of(e->graph.output);
   e->embedding_offset = e->graph.token_embd->offset;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,11 @@ _SEEDS = {
     "llama4-sparse": 8,
     "llama4-llama3": 8,
     "llama4-far": 10,
+    "phimoe-mscales-short": 8,
+    "phimoe-longrope-long": 8,
+    "phimoe-mscales-long": 13,
+    "qwen3_moe-longrope-long": 11,
+    "olmoe-longrope-long": 8,
 }
 """Seeds of prompts that leave no router choice to the last bits; 7 elsewhere."""
 
@@ -91,6 +97,8 @@ class Case:
     positions: tuple[int, ...] | None = None
     gguf: bool = True
     """False where the GGUF architecture has no key for the switch."""
+    ctx: int | None = None
+    """The context that the engine is opened for; None: the default."""
 
     def tokens(self, i: int) -> list[int]:
         """The ids of prompt i."""
@@ -143,6 +151,39 @@ _LLAMA3 = _rope(
 )
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
 _YARN_ALL = {**_YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}
+
+
+_LONGROPE = _rope(
+    "longrope",
+    short_factor=[1.0, 1.02, 1.05, 1.1, 1.1, 1.2, 1.3, 1.5],
+    long_factor=[1.0, 1.1, 1.4, 2.0, 3.5, 4.5, 6.0, 8.0],
+    original_max_position_embeddings=64,
+)
+_ATTENTION = (1 + math.log(256 / 64) / math.log(64)) ** 0.5
+"""What llama.cpp's converter makes of these contexts; the published model states other numbers."""
+
+
+def _longrope(name: str, family: str, long: bool, gguf: bool = False, **more: Any) -> Case:
+    """On either side of the original context: the engine goes by the context it is opened for."""
+    size = {"head_dim": 16, "max_position": 256}
+    spec = tm.default_spec(family, **size, rope={**_LONGROPE, **more})
+    if long:
+        return Case(name, family, spec, prompts=(232,), positions=_LONG, gguf=gguf)
+    return Case(name, family, spec, prompts=(48, 5, 1), gguf=gguf, ctx=64)
+
+
+def _longrope_cases() -> list[Case]:
+    same = {"short_mscale": _ATTENTION, "long_mscale": _ATTENTION}
+    two = {"short_mscale": 0.9, "long_mscale": 1.3}
+    out = []
+    for side, long in (("short", False), ("long", True)):
+        out += [
+            _longrope(f"phimoe-longrope-{side}", "phimoe", long, gguf=True, **same),
+            _longrope(f"phimoe-mscales-{side}", "phimoe", long, **two),
+            _longrope(f"qwen3_moe-longrope-{side}", "qwen3_moe", long),
+        ]
+    out.append(_longrope("olmoe-longrope-long", "olmoe", True, attention_factor=1.25))
+    return out
 
 
 ROW_FAMILIES = tuple(rm.RECIPES)
@@ -342,7 +383,7 @@ def _switch_cases() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in (*_cases(), *_more_cases(), *_row_cases())}
+CASES = {case.name: case for case in (*_cases(), *_more_cases(), *_row_cases(), *_longrope_cases())}
 
 
 @dataclass(frozen=True)

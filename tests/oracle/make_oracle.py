@@ -83,6 +83,18 @@ def prune(model: Any, case: Case) -> None:
             setattr(mlp.experts, name, torch.nn.Parameter(getattr(mlp.experts, name)[:n]))
 
 
+def use_long_factors(model: Any) -> None:
+    """Let Phi-3.5-MoE rotate by the long factors beyond the original context.
+
+    The published code does; transformers 5.24 computes the frequencies without the length of the
+    text, so that only the factor on cos and sin changes there.
+    """
+    rotary = model.model.rotary_emb
+    short, original = rotary.rope_init_fn, model.config.rope_parameters
+    length = original["original_max_position_embeddings"] + 1
+    rotary.rope_init_fn = lambda config: short(config, seq_len=length)
+
+
 def build(case: Case, path: Path) -> Any:
     """Write the checkpoint of a case and load it."""
     spec = case.spec.replace(experts_of_layer=None)
@@ -93,6 +105,9 @@ def build(case: Case, path: Path) -> Any:
     model = load_deepseek(path, spec) if case.family == "deepseek" else load_model(path)
     if case.spec.experts_of_layer:
         prune(model, case)
+    longrope = (case.spec.rope or {}).get("rope_type") == "longrope"
+    if case.family == "phimoe" and longrope and case.ctx is None:
+        use_long_factors(model)
     return model
 
 

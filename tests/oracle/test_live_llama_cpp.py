@@ -36,6 +36,7 @@ CONVERTED = [
     for name, case in CASES.items()
     if case.family in cases.ROW_FAMILIES and case.gguf and name not in cases.NOT_CONVERTED
 ] + [f"{family}-f32" for family in tm.ALL_FAMILIES]
+CONVERTED += [f"phimoe-longrope-{side}" for side in ("short", "long")]
 
 _LISTS = {"moe_intermediate_size": 40, "moe_topk": 3, "num_shared_expert": 1}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -54,6 +55,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def convert(folder: Path, case: Case) -> Path:
     """The file that the converter makes of a case's checkpoint."""
     overrides = {**case.overrides, **PUBLISHED.get(case.family, {})}
+    if case.spec.rope and "original_max_position_embeddings" in case.spec.rope:
+        overrides.pop("original_max_position_embeddings", None)  # rope_parameters have it
     source = tm.write_hf(
         folder / "hf", case.family, case.spec, dtype=case.dtype, overrides=overrides
     )
@@ -75,7 +78,7 @@ def test_a_converted_file_gives_the_logits_of_transformers(
 ) -> None:
     case = CASES[name]
     path = containers.from_source(convert(containers.folder(), case))
-    with Engine(path, threads=1) as engine:
+    with Engine(path, threads=1, ctx=case.ctx) as engine:
         for oracle in cases.load(case):
             found = np.array(engine.forward(oracle.tokens))
             assert cases.error(found[oracle.positions], oracle.logits) <= cases.LOGIT_TOLERANCE

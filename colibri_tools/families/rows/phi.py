@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colibri_tools.container.format import Role
+from colibri_tools.container.format import Group, Role
 from colibri_tools.families import common
 from colibri_tools.families.rows.base import (
     GGUF_DEFAULTS,
@@ -11,15 +11,16 @@ from colibri_tools.families.rows.base import (
     HF_TENSORS,
     PLAIN,
 )
-from colibri_tools.families.schema import DropRule, Family, Form, Key, TensorRule
+from colibri_tools.families.schema import Family, Form, Key, TensorRule
 
 __all__ = ["PHIMOE"]
 
-_LONGROPE = DropRule(
-    "longrope-factors",
-    r"rope_factors_(?:long|short)\.weight",
-    "rope that depends on the length of the text is not executed",
-    lacks="rope of kind 'longrope'",
+_LONGROPE = tuple(
+    TensorRule(f"{name}.weight", role, "model", ("rope",), group=Group.OPTIONAL, optional=True)
+    for name, role in (
+        ("rope_factors_short", Role.ROPE_FACTORS_SHORT),
+        ("rope_factors_long", Role.ROPE_FACTORS_LONG),
+    )
 )
 
 
@@ -73,22 +74,25 @@ PHIMOE = Family(
             "eos_ids": (2,),
         },
         rope_pairing="half",
+        rope_mscales=True,
         drops=common.DROPS,
     ),
     gguf=Form(
         ids=("phimoe",),
-        tensors=(*GGUF_TENSORS, *_biases(*_GGUF_NORMS)),
+        tensors=(*GGUF_TENSORS, *_biases(*_GGUF_NORMS), *_LONGROPE),
         experts=common.GGUF_EXPERTS,
         keys={**common.without(common.GGUF_KEYS, "gating"), **common.GGUF_WIDTH_KEYS},
         defaults={**GGUF_DEFAULTS, **_DEFAULTS},
         rope_pairing="half",
-        drops=(*common.DROPS, _LONGROPE),
+        drops=common.DROPS,
         layer_kinds=False,
     ),
     graph={**PLAIN, "norm": "layer", "qk_norm": "none"},
     top_k=2,
     limits=(
-        "longrope, which the published model has, is not executed",
+        "longrope: beyond the original context transformers 5.24 keeps the short frequencies; the "
+        "long ones are used, as in the published code and in llama.cpp",
+        "GGUF does not tell short_mscale and long_mscale: its attention factor is used for both",
         "the router is defined for two experts per token",
         "GGUF does not tell router_jitter_noise: 0.01 is used",
     ),
