@@ -25,7 +25,7 @@ from repack_util import (
 )
 
 import colibri_tools
-from colibri_tools.container.format import PartRole, Role
+from colibri_tools.container.format import Role
 from colibri_tools.repack import repack
 
 _T = tm.GGMLQuantizationType
@@ -510,63 +510,7 @@ def test_a_layer_kind_that_config_and_tensors_see_differently_is_named(tmp_path:
     assert map_hf(tmp_path, "qwen3_moe", spec, overrides=both).spec["moe_layers"] == [0, 1, 0]
 
 
-# ---------------------------------------------------------------- 2.1 order of experts
-
-
-@pytest.mark.parametrize("family", tm.FAMILIES)
-def test_case_2_1_expert_10_comes_after_expert_9(tmp_path: Path, family: str) -> None:
-    """12 layers of 12 experts: names sort as text in the file, ids are numbers."""
-    spec = tm.default_spec(family, layers=12, hidden=16, width=8, vocab=32, heads=2, kv_heads=1,
-                           head_dim=8)  # fmt: skip
-
-    def fill(weights: dict[str, Any]) -> None:
-        for name, value in weights.items():
-            if ".experts." in name:
-                layer, expert = (
-                    int(name.split(".")[2]),
-                    int(name.split(".experts.")[1].split(".")[0]),
-                )
-                value[:] = 100 * layer + expert + 1
-
-    source = tm.write_hf(tmp_path / "hf", family, spec, mutate=fill)
-    repack(source, tmp_path / "m.colibri")
-    with colibri_tools.open(tmp_path / "m.colibri") as container:
-        for row in range(12):
-            for expert in range(12):
-                for part in PARTS:
-                    values = container.dequantize_part(row, expert, part)
-                    assert (values == 100 * row + expert + 1).all()
-
-
 # ---------------------------------------------------------------- 2.3 halves of a fused tensor
-
-
-@pytest.mark.parametrize("family", tm.FAMILIES)
-@pytest.mark.parametrize("form", ["hf", "gguf"])
-def test_case_2_3_gate_is_the_first_half(tmp_path: Path, family: str, form: str) -> None:
-    spec = small_spec(family)
-
-    def fill(weights: dict[str, Any]) -> None:
-        for name in weights:
-            if name.endswith("gate_up_proj"):
-                weights[name][:, : spec.width] = 1
-                weights[name][:, spec.width :] = -2
-
-    def fuse(stored: dict[str, tm.GgufTensor]) -> None:
-        for layer in range(spec.layers):
-            gate, up = (stored.pop(f"blk.{layer}.ffn_{p}_exps.weight").data for p in ("gate", "up"))
-            fused = np.concatenate([np.ones_like(gate), np.full_like(up, -2)], axis=1)
-            stored[f"blk.{layer}.ffn_gate_up_exps.weight"] = tm.GgufTensor(fused, _T.F32)
-
-    if form == "hf":
-        source = tm.write_hf(tmp_path / "hf", family, spec, form="fused", mutate=fill)
-    else:
-        source = tm.write_gguf(tmp_path / "m.gguf", family, spec, mutate=fuse)[0]
-    repack(source, tmp_path / "m.colibri")
-    with colibri_tools.open(tmp_path / "m.colibri") as container:
-        for expert in range(5):
-            assert (container.dequantize_part(1, expert, PartRole.GATE) == 1).all()
-            assert (container.dequantize_part(1, expert, PartRole.UP) == -2).all()
 
 
 def test_case_2_3_w1_is_the_gate_and_w3_is_up(tmp_path: Path) -> None:

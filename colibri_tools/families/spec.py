@@ -246,7 +246,22 @@ def _groups(facts: Facts) -> int:
         return 1
     if used > groups:
         raise SourceError(f"routing: {used} of {groups} groups of experts")
+    _check_groups(facts, groups, used)
     return int(groups)
+
+
+def _check_groups(facts: Facts, groups: int, used: int) -> None:
+    """Groups of experts are equal, have two of them if two are rated, and hold enough."""
+    rated = GROUP_SCORES.get(ROUTER_SCORES.get(facts.hyper["gating"], ""))
+    for row in facts.rows:
+        n, size = len(row.experts), len(row.experts) // groups
+        least = 2 if rated == "top2" else 1
+        if n % groups or size < least or facts.hyper["top_k"] > size * used:
+            raise SourceError(
+                f"layer {row.layer}: {n} experts in {groups} groups, of which {used} are used, "
+                f"cannot give {facts.hyper['top_k']} per token; groups are of equal size, of at "
+                f"least {least}"
+            )
 
 
 def _rope_layers(facts: Facts, windows: Sequence[int]) -> list[int] | None:
