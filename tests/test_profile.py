@@ -133,7 +133,7 @@ def test_the_drive_is_told_with_its_method(document: dict[str, Any], model: Path
     assert set(drive) == set(Drive.__dataclass_fields__)
     assert drive["bytes"] == drive["reads"] * -(-drive["block_bytes"] // 4096) * 4096
     assert drive["bytes_per_second"] == pytest.approx(drive["bytes"] / drive["seconds"], rel=1e-3)
-    assert drive["depth"] == 2
+    assert drive["depth"] == 4
     assert drive["direct"] == document["io"]["direct"]
     assert 0.25 < drive["seconds"] < 5
     for phase in document["profile"]["phases"].values():
