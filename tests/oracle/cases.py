@@ -322,6 +322,8 @@ def _row_cases() -> list[Case]:
             _row(f"{family}-top1", family, top_k=1),
             _row(f"{family}-topall", family, top_k=8, more=_UNGROUPED),
         ]
+        if "nope_dim" not in rm.RECIPES[family].hyper:  # heads x head size is not hidden
+            out.append(_row(f"{family}-head-dim", family, head_dim=16))
     return [*out, *_switch_cases()]
 
 
