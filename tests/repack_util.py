@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import row_models as rm
 import tiny_models as tm
 from tiny_models import TinySpec
 
@@ -32,7 +33,8 @@ def mapped(path: Path) -> SourceMapping:
 
 def small_spec(family: str, **changes: Any) -> TinySpec:
     """A quick model for tests of names and metadata, still with no two dimensions equal."""
-    changes = {"experts": 5, "width": 24, "shared_width": 48} | changes
+    n = 8 if family in rm.RECIPES else 5  # groups of experts are of equal size
+    changes = {"experts": n, "width": 24, "shared_width": 48} | changes
     return tm.default_spec(family, **changes)
 
 
