@@ -446,7 +446,7 @@ BROKEN: dict[str, tuple[Callable[[mc.Image], object], int, str]] = {
     "resident: not UTF-8": (tensor(8, 76, "I", 3), 16, "UTF-8"),
     "resident: name twice": (one_name_twice, 16, '"l1.router"'),
     "resident: role twice": (tensor(4, 24, "i", 1), 17, "role 33 in layer 1"),
-    "resident: unknown role": (tensor(1, 20, "H", 5), 17, "role is 5"),
+    "resident: unknown role": (tensor(1, 20, "H", 9), 17, "role is 9"),
     "resident: role other": (tensor(1, 20, "H", 0), 17, "role is 0"),
     "resident: layer 4": (tensor(3, 24, "i", 4), 17, "layer is 4"),
     "resident: layer -2": (tensor(3, 24, "i", -2), 17, "layer is -2"),
