@@ -2,3 +2,9 @@
 uint32_t clb_crc32c(uint32_t crc, const void *p, size_t n);
 int clb_dequantize_best(uint32_t type, const void *src, float *dst, size_t n);
 uint64_t clb_find_nonfinite(uint32_t type, const void *src, uint64_t n_weights);
+
+/* Encoding: see csrc/quantize.h. */
+typedef enum { CLB_EFFORT_FAST, CLB_EFFORT_NORMAL, CLB_EFFORT_BEST, ... } clb_effort;
+bool clb_can_quantize(uint32_t type);
+int clb_quantize_rows_best(uint32_t type, clb_effort effort, const float *x, size_t n_rows, size_t n_cols,
+                           const float *importance, void *dst, uint64_t *bad);

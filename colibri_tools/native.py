@@ -27,7 +27,16 @@ except ImportError as error:  # running from a source tree that was never built
 ffi: Any = _native.ffi
 lib: Any = _native.lib
 
-__all__ = ["crc32c", "dequantize", "ffi", "find_nonfinite", "lib"]
+__all__ = [
+    "EFFORTS",
+    "can_quantize",
+    "crc32c",
+    "dequantize",
+    "ffi",
+    "find_nonfinite",
+    "lib",
+    "quantize",
+]
 
 _NO_INDEX = (1 << 64) - 1
 
@@ -64,3 +73,53 @@ def find_nonfinite(dtype_id: int, buffer: Buffer, n_weights: int) -> int | None:
         raise ValueError(f"{n_weights} weights of {dtype.name} need more than {len(data)} bytes")
     index = int(lib.clb_find_nonfinite(dtype_id, data, n_weights))
     return None if index == _NO_INDEX else index
+
+
+EFFORTS = ("fast", "normal", "best")
+"""How hard `quantize` searches, from least to most."""
+
+
+def can_quantize(dtype_id: int) -> bool:
+    """Return whether weights can be encoded into this GGML type."""
+    return bool(lib.clb_can_quantize(dtype_id))
+
+
+def quantize(
+    dtype_id: int,
+    weights: np.ndarray[Any, Any],
+    *,
+    effort: str = "normal",
+    importance: np.ndarray[Any, Any] | None = None,
+    out: np.ndarray[Any, Any] | None = None,
+) -> np.ndarray[Any, Any] | int:
+    """Encode float32 `weights` [rows, cols] into a GGML type: uint8 [rows, bytes of a row].
+
+    `importance` (float32 [cols], finite, >= 0) weighs the squared error of each column. `out`
+    (uint8, contiguous) is used instead of a new array. Returns an int instead, the flat index of
+    the first weight, when that is not finite or too large for the type. Raises SourceError for a
+    type that cannot be encoded or rows that its blocks do not divide.
+    """
+    import numpy as np
+
+    dtype = dtype_by_id(dtype_id)
+    n_rows, n_cols = weights.shape
+    if not can_quantize(dtype_id) or n_cols % dtype.block_weights != 0:
+        raise SourceError(f"rows of {n_cols} weights cannot be encoded as {dtype.name}")
+    if out is None:
+        out = np.empty((n_rows, dtype.n_bytes(n_cols)), np.uint8)
+    if weights.dtype != np.float32 or out.nbytes != n_rows * dtype.n_bytes(n_cols):
+        raise ValueError("weights must be float32, and out as large as the encoded rows")
+    if importance is not None and (importance.shape != (n_cols,) or importance.dtype != np.float32):
+        raise ValueError(f"importance must be float32 [{n_cols}]")
+    bad = ffi.new("uint64_t *")
+    status = lib.clb_quantize_rows_best(
+        dtype_id,
+        EFFORTS.index(effort),
+        ffi.from_buffer("float[]", weights),
+        n_rows,
+        n_cols,
+        ffi.NULL if importance is None else ffi.from_buffer("float[]", importance),
+        ffi.from_buffer("uint8_t[]", out, require_writable=True),
+        bad,
+    )
+    return out if status == 0 else int(bad[0])

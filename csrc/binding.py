@@ -13,6 +13,7 @@ INCLUDES = """
 #include "crc32c.h"
 #include "colibri.h"
 #include "colibri_tokenizer.h"
+#include "quantize.h"
 """
 
 

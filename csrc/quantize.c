@@ -1,0 +1,83 @@
+#include "quantize.h"
+
+#include <math.h>
+
+#define TARGET
+#define INLINE static inline __attribute__((always_inline))
+#define ENCODER clb_encoder_portable
+
+#include "quantize_body.h"
+
+// The largest magnitude a type can hold: its largest scale, 65504, times its largest code, times the largest integer
+// scale of a group.
+static const struct {
+  uint32_t type;
+  double max;
+} limits[] = {
+    {CLB_Q4_0, 65504.0 * 8},
+    {CLB_Q4_1, 65504.0},
+    {CLB_Q5_0, 65504.0 * 16},
+    {CLB_Q5_1, 65504.0},
+    {CLB_Q8_0, 65504.0 * 127},
+    {CLB_Q2_K, 65504.0 * 15 * 3},
+    {CLB_Q3_K, 65504.0 * 32 * 4},
+    {CLB_Q4_K, 65504.0 * 63 * 15},
+    {CLB_Q5_K, 65504.0 * 63 * 31},
+    {CLB_Q6_K, 65504.0 * 128 * 32},
+    {CLB_IQ4_NL, 65504.0 * 127},
+    {CLB_IQ4_XS, 65504.0 * 32 * 127},
+    {CLB_F16, 65519.0},
+};
+
+// Plain floats have no limit but their own: 3.4e38.
+static float limit_of(uint32_t type) {
+  for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
+    if (limits[i].type == type) return (float)limits[i].max;
+  }
+  return 0x1.fffffep127f;
+}
+
+static bool is_float(uint32_t type) {
+  return type == CLB_F32 || type == CLB_F16 || type == CLB_BF16;
+}
+
+bool clb_can_quantize(uint32_t type) {
+  return is_float(type) || clb_encoder_portable(type) != NULL;
+}
+
+// The first of n weights that is not finite or beyond the limit; UINT64_MAX when there is none.
+static uint64_t find_beyond(const float *x, uint64_t n, float limit) {
+  enum { STEP = 1024 };
+  for (uint64_t first = 0; first < n; first += STEP) {
+    const uint64_t end = n - first < STEP ? n : first + STEP;
+    uint32_t beyond = 0;
+    for (uint64_t i = first; i < end; i++) beyond |= !(fabsf(x[i]) <= limit);
+    for (uint64_t i = first; beyond && i < end; i++) {
+      if (!(fabsf(x[i]) <= limit)) return i;
+    }
+  }
+  return UINT64_MAX;
+}
+
+int clb_quantize_rows(const clb_kernels *k, uint32_t type, clb_effort effort, const float *x, size_t n_rows,
+                      size_t n_cols, const float *importance, void *dst, uint64_t *bad) {
+  const clb_type *t = clb_type_by_id(type);
+  if (!t || !clb_can_quantize(type) || n_cols % t->block_weights != 0) return -1;
+  const size_t n = n_rows * n_cols;
+  *bad = find_beyond(x, n, limit_of(type));
+  if (*bad != UINT64_MAX) return 1;
+  if (type == CLB_F32) memcpy(dst, x, n * sizeof *x);
+  if (type == CLB_F16) clb_f32_to_f16(k, dst, x, n);
+  if (type == CLB_BF16) clb_f32_to_bf16(k, dst, x, n);
+  if (is_float(type)) return 0;
+  clb_encode_fn *encode = k == clb_kernels_scalar() ? NULL : clb_encoder_avx2(type);
+  if (!encode) encode = clb_encoder_portable(type);
+  const clb_encode_context context = {effort, importance, n_cols / t->block_weights};
+  encode(&context, x, n / t->block_weights, dst);
+  return 0;
+}
+
+int clb_quantize_rows_best(uint32_t type, clb_effort effort, const float *x, size_t n_rows, size_t n_cols,
+                           const float *importance, void *dst, uint64_t *bad) {
+  return clb_quantize_rows(clb_kernels_best(), type, effort, x, n_rows, n_cols, importance, dst, bad);
+}

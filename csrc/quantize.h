@@ -1,0 +1,48 @@
+// Encoding f32 weights into the block formats of blocks.h.
+//
+// Two kinds of types. The simple ones (q8_0, q4_0, q4_1, q5_0, q5_1, mxfp4) have a reference encoder that everybody
+// shares, and without importance or more effort the bytes equal gguf-py's. The others (k-quants, iq4) leave the choice
+// of scales to the encoder, which searches for the least squared error, weighted by importance where it is given.
+//
+// The scale that is stored, as it is rounded into its field, is the one codes are rounded with. Results depend on
+// nothing but the arguments: the portable code and the SIMD code give the same bytes.
+#ifndef CLB_QUANTIZE_H
+#define CLB_QUANTIZE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "blocks.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+  CLB_EFFORT_FAST = 0,    // few candidates
+  CLB_EFFORT_NORMAL = 1,  // the scales of a block are tuned together
+  CLB_EFFORT_BEST = 2,    // many candidates, several rounds; the simple types are searched as well
+} clb_effort;
+
+// Whether this type can be encoded.
+bool clb_can_quantize(uint32_t type);
+
+// Encodes rows of n_cols weights, one behind the other.
+//   x           [n_rows, n_cols], finite
+//   importance  [n_cols], finite, >= 0: the weight of each column's squared error, or NULL for equal weights. Where it
+//               is zero over a whole group of weights that share a scale, they count equally.
+//   dst         [n_rows, bytes of a row]
+// Returns 0; -1 for a type that cannot be encoded or an n_cols that is no multiple of its block; or 1 when a weight is
+// too large for the type, or is not finite: *bad is then the index of the first such weight, and dst is undefined.
+// Takes about 8 KiB of stack; allocates nothing.
+int clb_quantize_rows(const clb_kernels *k, uint32_t type, clb_effort effort, const float *x, size_t n_rows,
+                      size_t n_cols, const float *importance, void *dst, uint64_t *bad);
+int clb_quantize_rows_best(uint32_t type, clb_effort effort, const float *x, size_t n_rows, size_t n_cols,
+                           const float *importance, void *dst, uint64_t *bad);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
