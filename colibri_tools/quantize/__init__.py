@@ -1,0 +1,1 @@
+"""Choosing and making block types: rules, mixes, encoding."""
