@@ -83,6 +83,7 @@ th { border-bottom: 1px solid var(--line); font-weight: 600; }
 canvas { image-rendering: pixelated; width: 100%; display: block; border: 1px solid var(--line); }
 .scroll { max-height: 24rem; overflow: auto; } .dim { opacity: .7; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1.5rem; }
+.plots > div { max-width: 38rem; } table + table { margin-top: 1rem; }
 svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: currentColor; }
 #where { min-height: 1.6em; font-variant-numeric: tabular-nums; }
 .bar { height: .8rem; width: 16rem; display: inline-block; vertical-align: middle; }
@@ -96,9 +97,9 @@ columns experts.</p>
 <canvas id="heat"></canvas>
 <p id="where">Point at a cell.</p>
 <div class="plots">
-<div><h2>Coverage</h2><svg id="coverage" viewBox="0 0 420 300"></svg></div>
+<div><h2>Coverage</h2><svg id="coverage" viewBox="0 0 430 300"></svg></div>
 <div id="caches-box"><h2>Cache size and hit rate</h2>
-<svg id="caches" viewBox="0 0 420 300"></svg></div>
+<svg id="caches" viewBox="0 0 430 300"></svg></div>
 </div>
 <h2>Domains</h2><div id="domains"></div>
 <h2>Layers</h2><div id="layers" class="scroll"></div>
