@@ -109,10 +109,75 @@ def main_group() -> None:
     """
 
 
+def options(*them: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Bundle options that several commands share; the first is listed first."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(them):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+job_options = options(
+    click.option(
+        "--threads", type=click.IntRange(0), default=0, help="Worker threads; 0 = all cores."
+    ),
+    click.option("--dry-run", is_flag=True, help="Plan and print everything, write nothing."),
+    click.option("--force", is_flag=True, help="Replace an existing OUT."),
+    click.option("--restart", is_flag=True, help="Discard what an interrupted job left of OUT."),
+)
+rule_options = options(
+    click.option(
+        "--rule",
+        "rules",
+        multiple=True,
+        metavar="SELECTOR=TYPE",
+        help="Another type for some matrices: 'down=q6_k', 'layers 0-3: q5_k', "
+        "'hottest 10%: q6_k', 'resident=q8_0'. Repeatable; the last that matches wins.",
+    ),
+    click.option(
+        "--effort",
+        type=click.Choice(("fast", "normal", "best")),
+        default="normal",
+        show_default=True,
+        help="How hard to search for the scales of least error.",
+    ),
+    click.option(
+        "--allow-requantize", is_flag=True, help="Encode matrices again that are quantized already."
+    ),
+)
+routing_options = options(
+    click.option("--routing", type=PATH, help="A routing profile of this model."),
+    click.option(
+        "--order",
+        type=click.Choice(("id", "hotness", "layer-hotness", "coactivation")),
+        help="Physical order of expert blocks; default: hotness with a profile.",
+    ),
+)
+
+
+def encoding_of(
+    type_name: str | None, rules: Sequence[str], effort: str, allow_requantize: bool
+) -> Any:
+    """Return the encoding that the options ask for, or None for none."""
+    from colibri_tools.errors import UsageError
+    from colibri_tools.quantize.encoding import Encoding
+    from colibri_tools.quantize.rules import make_policy
+
+    if type_name is None:
+        if rules or allow_requantize or effort != "normal":
+            raise UsageError("--rule, --effort and --allow-requantize need --type")
+        return None
+    return Encoding(make_policy(type_name, rules), effort, None, allow_requantize)
+
+
 @command(
     "repack",
     example="""
 colibri repack ./Qwen3-30B-A3B -o qwen3.colibri
+colibri repack ./Qwen3-30B-A3B -o qwen3-q4.colibri --type q4_k_m
 colibri repack mixtral-Q4_K_M.gguf -o mixtral.colibri --dry-run
 """,
 )
@@ -125,21 +190,99 @@ colibri repack mixtral-Q4_K_M.gguf -o mixtral.colibri --dry-run
     show_default=True,
     help="Block alignment: a power of two, 4096 to 2M.",
 )
-@click.option("--threads", type=click.IntRange(0), default=0, help="Worker threads; 0 = all cores.")
-@click.option("--dry-run", is_flag=True, help="Plan and print everything, write nothing.")
-@click.option("--force", is_flag=True, help="Replace an existing OUT.")
-@click.option("--restart", is_flag=True, help="Discard what an interrupted job left of OUT.")
+@click.option(
+    "--type", "type_name", help="Encode matrices: q8_0, q4_k, mxfp4, ..., or a mix such as q4_k_m."
+)
+@rule_options
+@routing_options
+@job_options
 @click.option("--hash-sources", is_flag=True, help="Record the SHA-256 of whole source files.")
-def repack_command(output: Output, source: Path, out: Path, **options: Any) -> None:
+def repack_command(
+    output: Output,
+    source: Path,
+    out: Path,
+    type_name: str | None,
+    rules: Sequence[str],
+    effort: str,
+    allow_requantize: bool,
+    **options: Any,
+) -> None:
     """Turn a checkpoint (SOURCE) into one container.
 
     SOURCE is a Hugging Face directory, one .safetensors file, a Hub cache snapshot, or a .gguf
-    file (any member of a split). Numbers are carried over bit for bit.
+    file (any member of a split). Numbers are carried over bit for bit unless --type is given.
     """
     from colibri_tools.repack import repack
 
+    encoding = encoding_of(type_name, rules, effort, allow_requantize)
     with output.progress(f"repack {out.name}") as progress:
-        result = repack(source, out, progress=progress, **options)
+        result = repack(source, out, encoding=encoding, progress=progress, **options)
+    report(output, result)
+
+
+@command(
+    "quantize",
+    example="""
+colibri quantize model.colibri -o model-q4.colibri --type q4_k_m
+colibri quantize model.colibri -o small.colibri --type q4_k --rule 'down=q6_k' --dry-run
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("-o", "--out", required=True, type=PATH, help="The container to write.")
+@click.option(
+    "--type",
+    "type_name",
+    required=True,
+    help="q8_0, q4_0, q4_1, q5_0, q5_1, q2_k ... q6_k, iq4_nl, iq4_xs, mxfp4, f16, bf16, f32, or "
+    "a mix: q2_k_m, q3_k_m, q4_k_m, q5_k_m.",
+)
+@rule_options
+@routing_options
+@job_options
+def quantize_command(
+    output: Output,
+    path: Path,
+    out: Path,
+    type_name: str,
+    rules: Sequence[str],
+    effort: str,
+    allow_requantize: bool,
+    **options: Any,
+) -> None:
+    """Encode the matrices of a container (PATH) into other types.
+
+    Norms, biases and routers keep their type; a rule that names 'router' changes routers too.
+    Rows that a type's blocks do not divide get the next type of a chain, which is shown.
+    """
+    from colibri_tools.rewrite import quantize
+
+    encoding = encoding_of(type_name, rules, effort, allow_requantize)
+    with output.progress(f"quantize {out.name}") as progress:
+        result = quantize(path, out, encoding, progress=progress, **options)
+    report(output, result)
+
+
+@command(
+    "reorder",
+    example="""
+colibri reorder model.colibri -o hot.colibri --routing model.profile
+colibri reorder hot.colibri -o back.colibri --order id
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("-o", "--out", required=True, type=PATH, help="The container to write.")
+@routing_options
+@job_options
+def reorder_command(output: Output, path: Path, out: Path, **options: Any) -> None:
+    """Move a container's expert blocks into another physical order.
+
+    With the hottest first they are a prefix that one sequential read brings into memory. Expert
+    ids and every number stay as they are.
+    """
+    from colibri_tools.rewrite import reorder
+
+    with output.progress(f"reorder {out.name}") as progress:
+        result = reorder(path, out, progress=progress, **options)
     report(output, result)
 
 

@@ -17,8 +17,11 @@ from colibri_tools.container.layout import (
     plan_container,
 )
 from colibri_tools.mapping import ExpertSlots, MappedResident, MappedRow, SourceMapping, map_source
+from colibri_tools.profile.orders import order_blocks
+from colibri_tools.profile.routing import Routing
+from colibri_tools.quantize.encoding import Encoding, encode_mapping
 from colibri_tools.sources import Source, SourceTensor
-from colibri_tools.text.derive import text_parts
+from colibri_tools.text.derive import TextParts, text_parts
 
 __all__ = [
     "BlockTask",
@@ -26,22 +29,28 @@ __all__ = [
     "RepackOptions",
     "RepackPlan",
     "TensorTask",
+    "plan_mapping",
     "plan_repack",
+    "source_provenance",
 ]
 
-ORDER = "id"
-"""Rows follow each other and experts ascend: logical ids are the physical order."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class RepackOptions:
     """What may differ between two containers of one source.
 
     `file_sha256` are the digests of the whole source files, in order, if they are to be recorded.
+    `encoding` is what changes types; without it numbers are carried over. `order` is the physical
+    order of blocks by name, made from `routing` (a profile and its digest) unless it is "id";
+    `blocks` gives that order where it is known already.
     """
 
     alignment: int = MIN_ALIGNMENT
     file_sha256: tuple[str, ...] | None = None
+    encoding: Encoding | None = None
+    order: str = "id"
+    routing: Routing | None = None
+    blocks: Sequence[tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +132,45 @@ def plan_repack(source: Source, options: RepackOptions) -> RepackPlan:
     """
     mapping = map_source(source)
     mapping.require_complete(source.path)
-    layouts, rows = _layouts(mapping.rows)
-    text = text_parts(source)
+    provenance = source_provenance(source, mapping, options)
+    return plan_mapping(source, mapping, options, provenance, text_parts(source))
+
+
+def plan_mapping(
+    source: Source,
+    mapping: SourceMapping,
+    options: RepackOptions,
+    provenance: dict[str, Any],
+    text: TextParts,
+) -> RepackPlan:
+    """Plan the container of what a census, or another container, has put in place.
+
+    `text` is what it holds about text.
+
+    Raises UsageError for options that do not fit the model, SourceError for weights that are
+    lossy already.
+    """
+    profile = None if options.routing is None else options.routing.profile
+    order = options.blocks
+    if order is None:
+        n_experts = tuple(len(row.experts) for row in mapping.rows)
+        order = order_blocks(options.order, n_experts, profile)
+    if options.encoding is not None:
+        mapping = encode_mapping(mapping, options.encoding, profile)
+        provenance |= options.encoding.provenance()
+    if options.routing is not None:
+        provenance |= options.routing.provenance()
     mapping.warnings.extend(text.warnings)
+    layouts, rows = _layouts(mapping.rows)
     container = plan_container(
-        spec={**mapping.spec, **text.spec, "order": ORDER},
+        spec={**mapping.spec, **text.spec, "order": options.order},
         blobs={**text.blobs, **source.blobs},
-        provenance={**_provenance(source, mapping, options), **text.provenance},
+        provenance={**provenance, **text.provenance, "recipe.order": options.order},
         tokenizer=text.tables,
         residents=[_item(resident) for resident in mapping.residents],
         layouts=layouts,
         rows=rows,
+        order=order,
         alignment=options.alignment,
     )
     tasks: list[Task] = [*_tensor_tasks(mapping.residents)]
@@ -199,13 +236,14 @@ def _reads(slots: ExpertSlots, layout: PlannedLayout) -> Iterator[PartRead]:
         )
 
 
-def _provenance(source: Source, mapping: SourceMapping, options: RepackOptions) -> dict[str, Any]:
+def source_provenance(
+    source: Source, mapping: SourceMapping, options: RepackOptions
+) -> dict[str, Any]:
     rules = sorted(mapping.dropped)
     found: dict[str, Any] = {
         "tool": "colibri-tools",
         "tool_version": __version__,
         "recipe.align": options.alignment,
-        "recipe.order": ORDER,
         "source.kind": source.kind,
         "source.files": [_plain(file.name) for file in source.files],
         "source.bytes": [file.size for file in source.files],

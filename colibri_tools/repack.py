@@ -17,20 +17,26 @@ from colibri_tools.container.workfiles import SourceState
 from colibri_tools.container.writer import ContainerWriter, check_output, check_space
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import JobError, SourceError, UsageError, quote
+from colibri_tools.mapping import map_source
 from colibri_tools.planner import (
     BlockTask,
     RepackOptions,
     RepackPlan,
     Task,
     TensorTask,
-    plan_repack,
+    plan_mapping,
+    source_provenance,
 )
+from colibri_tools.profile.fingerprint import mapping_fingerprint
+from colibri_tools.profile.routing import load_routing
+from colibri_tools.quantize.encoding import Encoding
 from colibri_tools.sources import Source, SourceTensor, open_source
+from colibri_tools.text.derive import text_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["RepackResult", "repack"]
+__all__ = ["Job", "Meter", "RepackResult", "convert", "repack"]
 
 Progress = Callable[[int, int], None]
 
@@ -83,62 +89,104 @@ class RepackResult:
         render_repack(self, console)
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """How a conversion runs; none of it changes the result.
+
+    `threads` 0 means all cores. `progress` is called with bytes done and in total. With `dry_run`
+    everything is planned and checked and nothing is written. What an earlier call with the same
+    source and options left when it was interrupted is checked and used; `restart` discards it.
+    """
+
+    threads: int = 0
+    dry_run: bool = False
+    force: bool = False
+    restart: bool = False
+    progress: Progress | None = None
+
+    def check(self) -> None:
+        """Raise UsageError for values that make no sense."""
+        if self.threads < 0:
+            raise UsageError(f"threads: expected 0 or more, found {self.threads}")
+        if self.dry_run and self.restart:
+            raise UsageError(
+                "--dry-run writes nothing, so it excludes --restart, which discards files"
+            )
+
+
 def repack(
     src: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     align: int = 4096,
+    hash_sources: bool = False,
+    encoding: Encoding | None = None,
+    routing: str | os.PathLike[str] | None = None,
+    order: str | None = None,
     threads: int = 0,
     dry_run: bool = False,
     force: bool = False,
     restart: bool = False,
-    hash_sources: bool = False,
     progress: Progress | None = None,
 ) -> RepackResult:
     """Repack the checkpoint `src` into the container `out`.
 
-    `threads` 0 means all cores; the result does not depend on it. `progress` is called with bytes
-    done and in total. `hash_sources` records the SHA-256 of whole source files. With `dry_run`
-    everything is planned and checked and nothing is written.
-
-    What an earlier call with the same source and options left when it was interrupted is checked
-    and used; `restart` discards it.
+    `hash_sources` records the SHA-256 of whole source files. `encoding` gives matrices other
+    types. `routing` is the path of a routing profile of this model, `order` the name of the
+    physical order of blocks: "hotness" with a profile, else "id". For the others see `Job`.
 
     Raises SourceError (the source is incomplete, unsupported or has NaN or Inf), FormatError (a
     file of it is broken), UsageError (options, an output that exists or is an input), JobError
     (space, memory, a failing write). None of them leaves an output file; what an interruption, a
     failing disk or a JobError leaves to go on with is named in the message.
     """
-    started = time.monotonic()
-    if threads < 0:
-        raise UsageError(f"threads: expected 0 or more, found {threads}")
-    if dry_run and restart:
-        raise UsageError("--dry-run writes nothing, so it excludes --restart, which discards files")
+    job, started = Job(threads, dry_run, force, restart, progress), time.monotonic()
+    job.check()
     with open_source(os.fspath(src)) as source:
         check_output(out, force=force, forbid_identities=source.identities())
-        meter = _Meter(progress)
+        meter = Meter(progress)
         digests = _hash_sources(source, meter, dry_run) if hash_sources else None
-        plan = plan_repack(source, RepackOptions(align, digests))
-        n_threads = _thread_count(threads, plan)
-        done = _Done()
-        if dry_run:
-            check_space(out, plan.container.file_size)
-        else:
-            meter.total += plan.payload_bytes
-            writer = ContainerWriter(
-                plan.container,
-                out,
-                force=force,
-                restart=restart,
-                forbid_identities=source.identities(),
-                sources=_states(source),
-            )
-            done = _execute(plan, source, writer, n_threads, meter)
+        mapping = map_source(source)
+        mapping.require_complete(source.path)
+        profile = None
+        if routing is not None:
+            profile = load_routing(Path(routing), mapping_fingerprint(source, mapping))
+        options = RepackOptions(
+            alignment=align,
+            file_sha256=digests,
+            encoding=encoding,
+            order=order or ("id" if profile is None else "hotness"),
+            routing=profile,
+        )
+        provenance = source_provenance(source, mapping, options)
+        plan = plan_mapping(source, mapping, options, provenance, text_parts(source))
+        return convert(plan, source, Path(out), job, meter, started)
+
+
+def convert(
+    plan: RepackPlan, source: Source, out: Path, job: Job, meter: Meter, started: float
+) -> RepackResult:
+    """Carry out a plan. `started` is when the command began, in seconds of `time.monotonic`."""
+    n_threads = _thread_count(job.threads, plan)
+    done = _Done()
+    if job.dry_run:
+        check_space(out, plan.container.file_size)
+    else:
+        meter.total += plan.payload_bytes
+        writer = ContainerWriter(
+            plan.container,
+            out,
+            force=job.force,
+            restart=job.restart,
+            forbid_identities=source.identities(),
+            sources=_states(source),
+        )
+        done = _execute(plan, source, writer, n_threads, meter)
     seconds = time.monotonic() - started
-    return _result(plan, source, Path(out), dry_run, done, n_threads, seconds)
+    return _result(plan, source, out, job.dry_run, done, n_threads, seconds)
 
 
-def _hash_sources(source: Source, meter: _Meter, dry_run: bool) -> tuple[str, ...]:
+def _hash_sources(source: Source, meter: Meter, dry_run: bool) -> tuple[str, ...]:
     """Return the SHA-256 of each source file; a dry run needs only their size."""
     if dry_run:
         return ("0" * 64,) * len(source.files)
@@ -146,7 +194,7 @@ def _hash_sources(source: Source, meter: _Meter, dry_run: bool) -> tuple[str, ..
     return tuple(digest for _, digest in source.hash_files(meter.add))
 
 
-class _Meter:
+class Meter:
     """Adds up bytes from several threads and tells the callback."""
 
     def __init__(self, callback: Progress | None) -> None:
@@ -204,7 +252,7 @@ def _states(source: Source) -> list[SourceState]:
 
 
 def _execute(
-    plan: RepackPlan, source: Source, writer: ContainerWriter, n_threads: int, meter: _Meter
+    plan: RepackPlan, source: Source, writer: ContainerWriter, n_threads: int, meter: Meter
 ) -> _Done:
     """Copy everything and seal the container."""
     with writer:
@@ -230,7 +278,7 @@ class _Copier:
     """Runs the tasks in order of the source, each thread with one buffer of its own."""
 
     def __init__(
-        self, plan: RepackPlan, source: Source, writer: ContainerWriter, meter: _Meter
+        self, plan: RepackPlan, source: Source, writer: ContainerWriter, meter: Meter
     ) -> None:
         self._source = source
         self._writer = writer

@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from colibri_tools.container import Container
 from colibri_tools.container.format import Role, Stream
-from colibri_tools.errors import FormatError
+from colibri_tools.errors import FormatError, SourceError
+from colibri_tools.families.result import SourceMapping
+from colibri_tools.sources import Source
 
-__all__ = ["container_fingerprint", "routing_fingerprint"]
+__all__ = ["container_fingerprint", "mapping_fingerprint", "routing_fingerprint"]
 
 _DOMAIN = b"colibri routing fingerprint 1\n"
 
@@ -55,4 +57,19 @@ def container_fingerprint(container: Container) -> str:
         int(container.spec["top_k"]),
         int(container.spec["hidden_size"]),
         (container.dequantize(by_layer[layer]) for layer, _ in rows),
+    )
+
+
+def mapping_fingerprint(source: Source, mapping: SourceMapping) -> str:
+    """Return the fingerprint of a source's main stream. Raises SourceError without routers."""
+    rows = [(row.layer, len(row.experts)) for row in mapping.rows if row.stream == Stream.MAIN]
+    by_layer = {r.layer: r.tensor for r in mapping.residents if r.role == Role.ROUTER}
+    missing = [layer for layer, _ in rows if layer not in by_layer]
+    if missing:
+        raise SourceError(f"{source.path}: layer {missing[0]} has no router tensor")
+    return routing_fingerprint(
+        rows,
+        int(mapping.spec["top_k"]),
+        int(mapping.spec["hidden_size"]),
+        (source.read_f32(by_layer[layer]) for layer, _ in rows),
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Source", "SourceFile", "SourceKind", "SourceParts", "SourceTensor"]
 
-SourceKind = Literal["safetensors", "gguf"]
+SourceKind = Literal["safetensors", "gguf", "container"]
 
 _HASH_CHUNK = 4 << 20
 
