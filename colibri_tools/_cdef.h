@@ -8,3 +8,8 @@ typedef enum { CLB_EFFORT_FAST, CLB_EFFORT_NORMAL, CLB_EFFORT_BEST, ... } clb_ef
 bool clb_can_quantize(uint32_t type);
 int clb_quantize_rows_best(uint32_t type, clb_effort effort, const float *x, size_t n_rows, size_t n_cols,
                            const float *importance, void *dst, uint64_t *bad);
+typedef struct {
+  double error, weight, important_error, important_weight;
+} clb_loss;
+int clb_add_loss(uint32_t type, const void *encoded, const float *x, size_t n_rows, size_t n_cols,
+                 const float *importance, clb_loss *loss);

@@ -145,7 +145,15 @@ rule_options = options(
         help="How hard to search for the scales of least error.",
     ),
     click.option(
+        "--importance",
+        type=PATH,
+        help="What columns count: a routing profile, or an imatrix file of llama.cpp.",
+    ),
+    click.option(
         "--allow-requantize", is_flag=True, help="Encode matrices again that are quantized already."
+    ),
+    click.option(
+        "--report", type=PATH, help="Write what was chosen and what it lost here, as JSON."
     ),
 )
 routing_options = options(

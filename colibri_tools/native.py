@@ -36,6 +36,7 @@ __all__ = [
     "find_nonfinite",
     "lib",
     "quantize",
+    "quantize_loss",
 ]
 
 _NO_INDEX = (1 << 64) - 1
@@ -47,10 +48,12 @@ def crc32c(buffer: Buffer, crc: int = 0) -> int:
     return int(lib.clb_crc32c(crc, data, len(data)))
 
 
-def dequantize(dtype_id: int, buffer: Buffer, n_weights: int) -> np.ndarray[Any, Any]:
+def dequantize(
+    dtype_id: int, buffer: Buffer, n_weights: int, out: np.ndarray[Any, Any] | None = None
+) -> np.ndarray[Any, Any]:
     """Decode `n_weights` weights of a GGML type to float32 [n_weights], as gguf-py does.
 
-    Raises SourceError for a type that has no decoder here, ValueError when `buffer` is too short.
+    `out` (float32 [n_weights], contiguous) is used instead of a new array. Raises SourceError for a type that has no decoder here, ValueError when `buffer` is too short.
     """
     import numpy as np
 
@@ -58,7 +61,10 @@ def dequantize(dtype_id: int, buffer: Buffer, n_weights: int) -> np.ndarray[Any,
     data = ffi.from_buffer("uint8_t[]", buffer)
     if len(data) < dtype.n_bytes(n_weights):
         raise ValueError(f"{n_weights} weights of {dtype.name} need more than {len(data)} bytes")
-    out = np.empty(n_weights, np.float32)
+    if out is None:
+        out = np.empty(n_weights, np.float32)
+    if out.dtype != np.float32 or out.shape != (n_weights,):
+        raise ValueError(f"out must be float32 [{n_weights}]")
     out_ptr = ffi.from_buffer("float[]", out, require_writable=True)
     if lib.clb_dequantize_best(dtype_id, data, out_ptr, n_weights) != 0:
         raise SourceError(f"tensors of type {dtype.name} cannot be decoded to float32")
@@ -123,3 +129,32 @@ def quantize(
         bad,
     )
     return out if status == 0 else int(bad[0])
+
+
+def quantize_loss(
+    dtype_id: int,
+    encoded: np.ndarray[Any, Any],
+    weights: np.ndarray[Any, Any],
+    importance: np.ndarray[Any, Any] | None = None,
+) -> tuple[float, float, float, float]:
+    """Compare what `quantize` made (uint8) of float32 `weights` [rows, cols] with them.
+
+    Returns sums of squares: of the differences, of the weights, and both with each column's
+    squares times its importance (float32 [cols]). One order of sums, whatever the machine.
+    """
+    n_rows, n_cols = weights.shape
+    if encoded.nbytes != n_rows * dtype_by_id(dtype_id).n_bytes(n_cols):
+        raise ValueError("encoded must be the encoding of weights")
+    loss = ffi.new("clb_loss *")
+    status = lib.clb_add_loss(
+        dtype_id,
+        ffi.from_buffer("uint8_t[]", encoded),
+        ffi.from_buffer("float[]", weights),
+        n_rows,
+        n_cols,
+        ffi.NULL if importance is None else ffi.from_buffer("float[]", importance),
+        loss,
+    )
+    if status != 0:
+        raise SourceError(f"rows of {n_cols} weights cannot be {dtype_by_id(dtype_id).name}")
+    return loss.error, loss.weight, loss.important_error, loss.important_weight

@@ -22,6 +22,7 @@ from colibri_tools.profile.routing import Routing
 from colibri_tools.quantize.encoding import Encoding, encode_mapping
 from colibri_tools.sources import Source, SourceTensor
 from colibri_tools.text.derive import TextParts, text_parts
+from colibri_tools.sources.encoded import EncodedView
 
 __all__ = [
     "BlockTask",
@@ -107,11 +108,16 @@ Task = BlockTask | TensorTask
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RepackPlan:
-    """A container to be, and what to copy where. `tasks` follow the source from front to back."""
+    """A container to be, and what to copy where. `tasks` follow the source from front to back.
+
+    Large tensors that are encoded come first: each is the work of one thread, and the last one
+    would keep the others waiting.
+    """
 
     container: ContainerPlan
     mapping: SourceMapping
     tasks: tuple[Task, ...]
+    encoding: Encoding | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -175,7 +181,17 @@ def plan_mapping(
     )
     tasks: list[Task] = [*_tensor_tasks(mapping.residents)]
     tasks += _block_tasks(mapping.rows, container)
-    return RepackPlan(container, mapping, tuple(sorted(tasks, key=lambda task: task.position)))
+    tasks.sort(key=lambda task: (not _is_long(task), task.position))
+    return RepackPlan(container, mapping, tuple(tasks), options.encoding)
+
+
+_LONG_WEIGHTS = 1 << 24
+
+
+def _is_long(task: Task) -> bool:
+    if not isinstance(task, TensorTask) or not isinstance(task.tensor.view, EncodedView):
+        return False
+    return task.tensor.n_weights >= _LONG_WEIGHTS
 
 
 def _item(resident: MappedResident) -> ResidentItem:

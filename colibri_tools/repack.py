@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from colibri_tools.container.workfiles import SourceState
 from colibri_tools.container.writer import ContainerWriter, check_output, check_space
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import JobError, SourceError, UsageError, quote
-from colibri_tools.mapping import map_source
+from colibri_tools.mapping import SourceMapping, map_source
 from colibri_tools.planner import (
     BlockTask,
     RepackOptions,
@@ -30,13 +30,17 @@ from colibri_tools.planner import (
 from colibri_tools.profile.fingerprint import mapping_fingerprint
 from colibri_tools.profile.routing import load_routing
 from colibri_tools.quantize.encoding import Encoding
+from colibri_tools.quantize.estimate import estimate
+from colibri_tools.quantize.importance import load_importance
+from colibri_tools.quantize.report import EncodingReport, report_on
+from colibri_tools.quantize.report_file import check_report, write_report
 from colibri_tools.sources import Source, SourceTensor, open_source
 from colibri_tools.text.derive import text_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Job", "Meter", "RepackResult", "convert", "repack"]
+__all__ = ["Job", "Meter", "RepackResult", "convert", "give_importance", "repack"]
 
 Progress = Callable[[int, int], None]
 
@@ -49,7 +53,10 @@ BUFFER_BUDGET = 192 << 20
 
 @dataclass(frozen=True, slots=True)
 class RepackResult:
-    """What a repack did, or would do (`dry_run`). `dropped` maps rules to source tensor names."""
+    """What a repack did, or would do (`dry_run`).
+
+    `dropped` maps rules to source tensor names. `quantization` is there where types changed.
+    """
 
     out: Path
     dry_run: bool
@@ -77,6 +84,7 @@ class RepackResult:
     missing_blobs: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    quantization: EncodingReport | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict that strict JSON can hold."""
@@ -96,6 +104,7 @@ class Job:
     `threads` 0 means all cores. `progress` is called with bytes done and in total. With `dry_run`
     everything is planned and checked and nothing is written. What an earlier call with the same
     source and options left when it was interrupted is checked and used; `restart` discards it.
+    `report` is a JSON file for what encoding did and lost, which is measured for it.
     """
 
     threads: int = 0
@@ -103,8 +112,9 @@ class Job:
     force: bool = False
     restart: bool = False
     progress: Progress | None = None
+    report: Path | None = None
 
-    def check(self) -> None:
+    def check(self, encoding: Encoding | None) -> None:
         """Raise UsageError for values that make no sense."""
         if self.threads < 0:
             raise UsageError(f"threads: expected 0 or more, found {self.threads}")
@@ -112,6 +122,14 @@ class Job:
             raise UsageError(
                 "--dry-run writes nothing, so it excludes --restart, which discards files"
             )
+        if self.report is None:
+            return
+        if encoding is None:
+            raise UsageError("--report is about encoding: it needs --type or --target-bpw")
+        if self.dry_run:
+            raise UsageError("--dry-run writes nothing, so it excludes --report; --json has it all")
+        check_report(self.report, force=self.force)
+        encoding.measure = True
 
 
 def repack(
@@ -121,6 +139,7 @@ def repack(
     align: int = 4096,
     hash_sources: bool = False,
     encoding: Encoding | None = None,
+    importance: str | os.PathLike[str] | None = None,
     routing: str | os.PathLike[str] | None = None,
     order: str | None = None,
     threads: int = 0,
@@ -128,11 +147,12 @@ def repack(
     force: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
+    report: str | os.PathLike[str] | None = None,
 ) -> RepackResult:
     """Repack the checkpoint `src` into the container `out`.
 
     `hash_sources` records the SHA-256 of whole source files. `encoding` gives matrices other
-    types. `routing` is the path of a routing profile of this model, `order` the name of the
+    types, by the `importance` in a file, if one is given (see `load_importance`). `routing` is the path of a routing profile of this model, `order` the name of the
     physical order of blocks: "hotness" with a profile, else "id". For the others see `Job`.
 
     Raises SourceError (the source is incomplete, unsupported or has NaN or Inf), FormatError (a
@@ -140,8 +160,9 @@ def repack(
     (space, memory, a failing write). None of them leaves an output file; what an interruption, a
     failing disk or a JobError leaves to go on with is named in the message.
     """
-    job, started = Job(threads, dry_run, force, restart, progress), time.monotonic()
-    job.check()
+    job = Job(threads, dry_run, force, restart, progress, None if report is None else Path(report))
+    job.check(encoding)
+    started = time.monotonic()
     with open_source(os.fspath(src)) as source:
         check_output(out, force=force, forbid_identities=source.identities())
         meter = Meter(progress)
@@ -151,6 +172,7 @@ def repack(
         profile = None
         if routing is not None:
             profile = load_routing(Path(routing), mapping_fingerprint(source, mapping))
+        give_importance(encoding, importance, mapping, lambda: mapping_fingerprint(source, mapping))
         options = RepackOptions(
             alignment=align,
             file_sha256=digests,
@@ -168,9 +190,11 @@ def convert(
 ) -> RepackResult:
     """Carry out a plan. `started` is when the command began, in seconds of `time.monotonic`."""
     n_threads = _thread_count(job.threads, plan)
-    done = _Done()
+    done, takes = _Done(), None
     if job.dry_run:
         check_space(out, plan.container.file_size)
+        if plan.encoding is not None:
+            takes = estimate(plan.encoding, source, n_threads, _buffer_bytes(plan))
     else:
         meter.total += plan.payload_bytes
         writer = ContainerWriter(
@@ -183,7 +207,27 @@ def convert(
         )
         done = _execute(plan, source, writer, n_threads, meter)
     seconds = time.monotonic() - started
-    return _result(plan, source, out, job.dry_run, done, n_threads, seconds)
+    report = None if plan.encoding is None else report_on(plan.encoding, takes)
+    if job.report is not None and report is not None:
+        write_report(job.report, report.to_json())
+    result = _result(plan, source, out, job.dry_run, done, n_threads, seconds)
+    return replace(result, quantization=report)
+
+
+def give_importance(
+    encoding: Encoding | None,
+    path: str | os.PathLike[str] | None,
+    mapping: SourceMapping,
+    fingerprint: Callable[[], str],
+) -> None:
+    """Load the importance that an encoding is to use, and say what is odd about it."""
+    if path is None:
+        return
+    if encoding is None:
+        raise UsageError("--importance is about encoding: it needs --type or --target-bpw")
+    encoding.importance = load_importance(path, mapping, fingerprint)
+    mapping.warnings.extend(encoding.importance.warnings())
+    mapping.notes.extend(encoding.importance.notes)
 
 
 def _hash_sources(source: Source, meter: Meter, dry_run: bool) -> tuple[str, ...]:
@@ -221,6 +265,10 @@ def _thread_count(wanted: int, plan: RepackPlan) -> int:
         )
     cores = len(os.sched_getaffinity(0))
     return max(1, min(wanted or cores, len(plan.tasks), BUFFER_BUDGET // buffer_bytes))
+
+
+def _buffer_bytes(plan: RepackPlan) -> int:
+    return max(plan.largest_block, 1) + CHUNK_BYTES
 
 
 def _available_memory() -> int | None:
@@ -287,6 +335,7 @@ class _Copier:
         self._buffer_bytes = plan.largest_block
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._measures = plan.encoding is not None and plan.encoding.measure
         self._reads_left = Counter(
             read.tensor.name
             for task in plan.tasks
@@ -326,20 +375,27 @@ class _Copier:
                 raise
 
     def _do_block(self, task: BlockTask, block: memoryview) -> None:
-        if not self._writer.keep_block(task.row, task.expert):
-            self._copy_block(task, block)
+        kept = self._writer.keep_block(task.row, task.expert)
+        if not kept or self._measures:
+            self._read_block(task, block)
+        if not kept:
+            self._writer.write_block(task.row, task.expert, block)
         self._meter.add(task.n_bytes)
         for read in task.reads:
             self._done_reading(read.tensor)
 
     def _do_tensor(self, task: TensorTask) -> None:
         if self._writer.keep_tensor(task.name):
-            self._meter.add(task.n_bytes)
+            if self._measures:
+                for _ in self._chunks(task):
+                    pass
+            else:
+                self._meter.add(task.n_bytes)
             return
         self._writer.write_tensor(task.name, self._chunks(task))
         self._source.drop(task.tensor)
 
-    def _copy_block(self, task: BlockTask, block: memoryview) -> None:
+    def _read_block(self, task: BlockTask, block: memoryview) -> None:
         end = 0
         for read in task.reads:
             block[end : read.offset] = bytes(read.offset - end)
@@ -353,7 +409,6 @@ class _Copier:
                 index = first_weight * read.tensor.dtype.block_weights + bad[0]
                 place = f"layer {task.layer} expert {task.expert} {read.part.label}"
                 raise _not_finite(read.tensor, index, bad[1], place, divmod(bad[0], read.cols))
-        self._writer.write_block(task.row, task.expert, block)
 
     def _done_reading(self, tensor: SourceTensor) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from colibri_tools.output import format_bytes, format_count
+from colibri_tools.quantize.report_view import render_encoding
 from colibri_tools.repack import RepackResult
 
 __all__ = ["render_repack"]
@@ -20,6 +21,8 @@ def render_repack(result: RepackResult, console: Console) -> None:
     for label, value in _rows(result):
         table.add_row(label, value)
     console.print(table)
+    if result.quantization is not None:
+        render_encoding(result.quantization, console)
 
 
 def _rows(result: RepackResult) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ from colibri_tools.planner import RepackOptions, plan_mapping
 from colibri_tools.profile.fingerprint import container_fingerprint
 from colibri_tools.profile.routing import load_routing
 from colibri_tools.quantize.encoding import Encoding
-from colibri_tools.repack import Job, Meter, Progress, RepackResult, convert
+from colibri_tools.repack import Job, Meter, Progress, RepackResult, convert, give_importance
 from colibri_tools.sources import Source
 from colibri_tools.sources.container import open_container_source, part_name
 from colibri_tools.text.derive import TextParts
@@ -43,6 +43,7 @@ def quantize(
     out: PathLike,
     encoding: Encoding,
     *,
+    importance: PathLike | None = None,
     routing: PathLike | None = None,
     order: str | None = None,
     threads: int = 0,
@@ -50,14 +51,16 @@ def quantize(
     force: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
+    report: PathLike | None = None,
 ) -> RepackResult:
     """Give the matrices of the container `path` other types; write the container `out`.
 
-    `routing`, a profile of this model, is for rules by hotness; with `order` blocks are moved,
+    `importance` is a routing profile or an importance matrix file. `routing`, a profile of this model, is for rules by hotness; with `order` blocks are moved,
     else they stay in the order they have. The rest is as in `Job`. Raises as `repack`.
     """
-    job = Job(threads, dry_run, force, restart, progress)
-    return _rewrite(path, Path(out), job, encoding, routing, order)
+    report = None if report is None else Path(report)
+    job = Job(threads, dry_run, force, restart, progress, report)
+    return _rewrite(path, Path(out), job, encoding, importance, routing, order)
 
 
 def reorder(
@@ -78,7 +81,7 @@ def reorder(
     `repack`.
     """
     job = Job(threads, dry_run, force, restart, progress)
-    return _rewrite(path, Path(out), job, None, routing, order or "hotness")
+    return _rewrite(path, Path(out), job, None, None, routing, order or "hotness")
 
 
 def _rewrite(
@@ -86,10 +89,11 @@ def _rewrite(
     out: Path,
     job: Job,
     encoding: Encoding | None,
+    importance: PathLike | None,
     routing: PathLike | None,
     order: str | None,
 ) -> RepackResult:
-    job.check()
+    job.check(encoding)
     started = time.monotonic()
     source, container = open_container_source(path)
     with source, container:
@@ -105,6 +109,7 @@ def _rewrite(
             blocks=None if order else _present_order(container),
         )
         mapping = container_mapping(source, container)
+        give_importance(encoding, importance, mapping, lambda: container_fingerprint(container))
         provenance = _provenance(source, container)
         plan = plan_mapping(source, mapping, options, provenance, _text(container))
         return convert(plan, source, out, job, Meter(job.progress), started)

@@ -81,3 +81,41 @@ int clb_quantize_rows_best(uint32_t type, clb_effort effort, const float *x, siz
                            const float *importance, void *dst, uint64_t *bad) {
   return clb_quantize_rows(clb_kernels_best(), type, effort, x, n_rows, n_cols, importance, dst, bad);
 }
+
+enum { LOSS_STEP = 1024, LOSS_LANES = 8 };
+
+// Lane by lane, so that the order of sums is one for every instruction set.
+static void add_loss(const float *x, const float *y, const float *importance, size_t n, double lanes[4][LOSS_LANES]) {
+  for (size_t i = 0; i < n; i++) {
+    const double difference = (double)x[i] - (double)y[i], w = importance ? (double)importance[i] : 1;
+    const double error = difference * difference, weight = (double)x[i] * (double)x[i];
+    const size_t lane = i % LOSS_LANES;
+    lanes[0][lane] += error;
+    lanes[1][lane] += weight;
+    lanes[2][lane] += w * error;
+    lanes[3][lane] += w * weight;
+  }
+}
+
+int clb_add_loss(uint32_t type, const void *encoded, const float *x, size_t n_rows, size_t n_cols,
+                 const float *importance, clb_loss *loss) {
+  const clb_type *t = clb_type_by_id(type);
+  if (!t || !clb_can_quantize(type) || n_cols % t->block_weights != 0) return -1;
+  const uint8_t *src = encoded;
+  double lanes[4][LOSS_LANES] = {{0}};
+  float decoded[LOSS_STEP];
+  for (size_t row = 0; row < n_rows; row++) {
+    for (size_t first = 0; first < n_cols; first += LOSS_STEP) {
+      const size_t n = n_cols - first < LOSS_STEP ? n_cols - first : LOSS_STEP;
+      (void)clb_dequantize_best(type, src, decoded, n);
+      add_loss(x, decoded, importance ? importance + first : NULL, n, lanes);
+      src += n / t->block_weights * t->block_bytes;
+      x += n;
+    }
+  }
+  double *sums[4] = {&loss->error, &loss->weight, &loss->important_error, &loss->important_weight};
+  for (int k = 0; k < 4; k++) {
+    for (int lane = 0; lane < LOSS_LANES; lane++) *sums[k] += lanes[k][lane];
+  }
+  return 0;
+}

@@ -41,6 +41,16 @@ int clb_quantize_rows(const clb_kernels *k, uint32_t type, clb_effort effort, co
 int clb_quantize_rows_best(uint32_t type, clb_effort effort, const float *x, size_t n_rows, size_t n_cols,
                            const float *importance, void *dst, uint64_t *bad);
 
+// What encoding lost.
+typedef struct {
+  double error, weight;                      // sums of squares: of the differences, and of the weights themselves
+  double important_error, important_weight;  // the same, each column's squares times its importance
+} clb_loss;
+
+// Adds to *loss what n_rows encoded rows lost, in one fixed order of sums. Returns 0, or -1 as clb_quantize_rows.
+int clb_add_loss(uint32_t type, const void *encoded, const float *x, size_t n_rows, size_t n_cols,
+                 const float *importance, clb_loss *loss);
+
 #ifdef __cplusplus
 }
 #endif

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from colibri_tools.dtypes import DType, dtype_by_name
 from colibri_tools.errors import UsageError, quote
@@ -242,10 +243,14 @@ class Policy:
     rules: tuple[Rule, ...]
     used: set[str] = field(default_factory=set)
 
-    def choose(self, target: Target) -> Choice | None:
-        """Return the choice for a matrix, or None where it keeps its type."""
+    def choose(self, target: Target, *more: Target) -> Choice | None:
+        """Return the choice for a matrix, or None where it keeps its type.
+
+        `more` are other uses of the same matrix: a tied embedding is the output matrix too, and a
+        rule for either decides.
+        """
         for rule in reversed(self.rules):
-            if not rule.matches(target):
+            if not any(rule.matches(use) for use in (target, *more)):
                 continue
             if target.role in ("router", "shared_router") and not rule.names_router:
                 continue
@@ -257,6 +262,10 @@ class Policy:
         """Return the rules of the user that decided nothing: most likely mistakes."""
         rules = (rule for rule in self.rules if not rule.is_built_in)
         return [rule.text for rule in rules if rule.text not in self.used]
+
+    def explain(self) -> dict[str, Any] | None:
+        """Return how types were chosen beyond rules, None for by rules alone."""
+        return None
 
     @property
     def needs_heat(self) -> bool:

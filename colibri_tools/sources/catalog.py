@@ -269,6 +269,13 @@ class Source:
         for base in tensor.bases:
             self._handles[base.file].will_need(base.offset, base.n_bytes)
 
+    def will_need_range(self, tensor: SourceTensor, start: int, n_bytes: int) -> None:
+        """Start reading what bytes of a tensor come from. A hint: never fails."""
+        for base in tensor.bases:
+            first = start * base.n_bytes // max(1, tensor.n_bytes)
+            last = -(-(start + n_bytes) * base.n_bytes // max(1, tensor.n_bytes))
+            self._handles[base.file].will_need(base.offset + first, last - first)
+
     def drop(self, tensor: SourceTensor) -> None:
         """Release a tensor's pages from the page cache. A hint: never fails."""
         for base in tensor.bases:
