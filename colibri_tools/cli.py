@@ -295,6 +295,39 @@ def reorder_command(output: Output, path: Path, out: Path, **options: Any) -> No
 
 
 @command(
+    "compare",
+    example="""
+colibri compare model.colibri model-q4.colibri --text heldout.txt
+colibri compare model.colibri q4.colibri --text en.txt --text de.txt --save q4.json
+colibri compare model.colibri q5.colibri --text en.txt --text de.txt --baseline q4.json
+""",
+)
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@click.option("--text", type=PATH, multiple=True, help="A text file, UTF-8. Repeatable.")
+@click.option("--tokens", type=PATH, multiple=True, help="A file of token ids instead. Repeatable.")
+@click.option("--ctx", type=click.IntRange(4), help="Tokens of a window; default: 512.")
+@click.option(
+    "--threads", type=click.IntRange(0), default=0, help="Compute threads; 0 = all cores."
+)
+@click.option("--expert-cache", type=SIZE, help="Memory for experts, for each of the two models.")
+@click.option("--save", type=PATH, help="Keep the result here, as JSON.")
+@click.option("--baseline", type=PATH, help="A file of --save to show the change to.")
+@click.option("--force", is_flag=True, help="Replace an existing --save file.")
+def compare_command(output: Output, a: Path, b: Path, **options: Any) -> None:
+    """Measure how far container B is from container A on texts.
+
+    Perplexity of both, KL divergence of B from A and how often both find the same token most
+    likely, in exact precision.
+    """
+    from colibri_tools.compare import compare
+
+    with output.progress("compare") as progress:
+        result = compare(a, b, progress=progress, **options)
+    report(output, result)
+
+
+@command(
     "inspect",
     example="""
 colibri inspect model.colibri --map

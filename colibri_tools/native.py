@@ -53,7 +53,8 @@ def dequantize(
 ) -> np.ndarray[Any, Any]:
     """Decode `n_weights` weights of a GGML type to float32 [n_weights], as gguf-py does.
 
-    `out` (float32 [n_weights], contiguous) is used instead of a new array. Raises SourceError for a type that has no decoder here, ValueError when `buffer` is too short.
+    `out` (float32 [n_weights], contiguous) is used instead of a new array. Raises
+    SourceError for a type that has no decoder here, ValueError when `buffer` is too short.
     """
     import numpy as np
 

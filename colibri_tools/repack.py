@@ -33,7 +33,7 @@ from colibri_tools.quantize.encoding import Encoding
 from colibri_tools.quantize.estimate import estimate
 from colibri_tools.quantize.importance import load_importance
 from colibri_tools.quantize.report import EncodingReport, report_on
-from colibri_tools.quantize.report_file import check_report, write_report
+from colibri_tools.report_file import check_report, write_report
 from colibri_tools.sources import Source, SourceTensor, open_source
 from colibri_tools.text.derive import text_parts
 
@@ -152,8 +152,9 @@ def repack(
     """Repack the checkpoint `src` into the container `out`.
 
     `hash_sources` records the SHA-256 of whole source files. `encoding` gives matrices other
-    types, by the `importance` in a file, if one is given (see `load_importance`). `routing` is the path of a routing profile of this model, `order` the name of the
-    physical order of blocks: "hotness" with a profile, else "id". For the others see `Job`.
+    types, by the `importance` in a file, if one is given (see `load_importance`). `routing`
+    is the path of a routing profile of this model, `order` the name of the physical order of
+    blocks: "hotness" with a profile, else "id". For the others see `Job`.
 
     Raises SourceError (the source is incomplete, unsupported or has NaN or Inf), FormatError (a
     file of it is broken), UsageError (options, an output that exists or is an input), JobError

@@ -55,8 +55,9 @@ def quantize(
 ) -> RepackResult:
     """Give the matrices of the container `path` other types; write the container `out`.
 
-    `importance` is a routing profile or an importance matrix file. `routing`, a profile of this model, is for rules by hotness; with `order` blocks are moved,
-    else they stay in the order they have. The rest is as in `Job`. Raises as `repack`.
+    `importance` is a routing profile or an importance matrix file. `routing`, a profile of
+    this model, is for rules by hotness; with `order` blocks are moved, else they stay in the order
+    they have. The rest is as in `Job`. Raises as `repack`.
     """
     report = None if report is None else Path(report)
     job = Job(threads, dry_run, force, restart, progress, report)

@@ -46,6 +46,7 @@ __all__ = [
     "Generation",
     "RunResult",
     "TextStream",
+    "container_tokenizer",
     "context_limit",
     "make_sampling",
     "parse_tokens",
@@ -209,7 +210,7 @@ def run(
         tokenizer, ends = conversation.tokenizer, conversation.end_ids()
         ids = conversation.ask(text_prompt)
     else:
-        tokenizer = _load_tokenizer(path, needed=tokens is None)
+        tokenizer = container_tokenizer(path, needed=tokens is None)
         ids = _encode(tokenizer, text_prompt) if tokens is None else parse_tokens(tokens)
     if stop and tokenizer is None:
         raise UsageError(f"--stop is about text, and {os.fspath(path)} has no tokenizer")
@@ -513,7 +514,7 @@ def _text_prompt(
         raise UsageError(f"--prompt-file {quote(name)}: {error.strerror}") from error
 
 
-def _load_tokenizer(path: str | os.PathLike[str], *, needed: bool) -> Tokenizer | None:
+def container_tokenizer(path: str | os.PathLike[str], *, needed: bool) -> Tokenizer | None:
     """The container's tokenizer, None when it has none that can be used and none is needed."""
     with open_container(path) as container:
         if container.spec["tokenizer"] == "hf-json" and TOKENIZER_BLOB not in container.blobs:

@@ -1,4 +1,4 @@
-"""What an encoding did: bits and errors by role and layer, and what came out otherwise than asked."""
+"""What an encoding did: bits and errors by role and layer, what came out otherwise than asked."""
 
 from __future__ import annotations
 
