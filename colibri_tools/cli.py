@@ -130,6 +130,11 @@ job_options = options(
 )
 rule_options = options(
     click.option(
+        "--target-bpw",
+        type=float,
+        help="Choose types by measured errors for this many bits per weight.",
+    ),
+    click.option(
         "--rule",
         "rules",
         multiple=True,
@@ -167,18 +172,31 @@ routing_options = options(
 
 
 def encoding_of(
-    type_name: str | None, rules: Sequence[str], effort: str, allow_requantize: bool
+    type_name: str | None,
+    target_bpw: float | None,
+    rules: Sequence[str],
+    effort: str,
+    allow_requantize: bool,
+    threads: int,
 ) -> Any:
     """Return the encoding that the options ask for, or None for none."""
     from colibri_tools.errors import UsageError
+    from colibri_tools.quantize.allocate import target_policy
     from colibri_tools.quantize.encoding import Encoding
     from colibri_tools.quantize.rules import make_policy
 
-    if type_name is None:
+    if type_name is None and target_bpw is None:
         if rules or allow_requantize or effort != "normal":
-            raise UsageError("--rule, --effort and --allow-requantize need --type")
+            raise UsageError("--rule, --effort and --allow-requantize need --type or --target-bpw")
         return None
-    return Encoding(make_policy(type_name, rules), effort, None, allow_requantize)
+    if type_name is not None and target_bpw is not None:
+        raise UsageError("--type and --target-bpw exclude each other; pin types by --rule")
+    if type_name is not None:
+        policy = make_policy(type_name, rules)
+    else:
+        assert target_bpw is not None
+        policy = target_policy(target_bpw, rules, threads)
+    return Encoding(policy, effort, None, allow_requantize)
 
 
 @command(
@@ -210,6 +228,7 @@ def repack_command(
     source: Path,
     out: Path,
     type_name: str | None,
+    target_bpw: float | None,
     rules: Sequence[str],
     effort: str,
     allow_requantize: bool,
@@ -222,7 +241,8 @@ def repack_command(
     """
     from colibri_tools.repack import repack
 
-    encoding = encoding_of(type_name, rules, effort, allow_requantize)
+    chosen = (type_name, target_bpw, rules, effort, allow_requantize)
+    encoding = encoding_of(*chosen, options["threads"])
     with output.progress(f"repack {out.name}") as progress:
         result = repack(source, out, encoding=encoding, progress=progress, **options)
     report(output, result)
@@ -233,6 +253,7 @@ def repack_command(
     example="""
 colibri quantize model.colibri -o model-q4.colibri --type q4_k_m
 colibri quantize model.colibri -o small.colibri --type q4_k --rule 'down=q6_k' --dry-run
+colibri quantize model.colibri -o best.colibri --target-bpw 4.5 --importance model.imatrix.gguf
 """,
 )
 @click.argument("path", type=PATH)
@@ -240,7 +261,6 @@ colibri quantize model.colibri -o small.colibri --type q4_k --rule 'down=q6_k' -
 @click.option(
     "--type",
     "type_name",
-    required=True,
     help="q8_0, q4_0, q4_1, q5_0, q5_1, q2_k ... q6_k, iq4_nl, iq4_xs, mxfp4, f16, bf16, f32, or "
     "a mix: q2_k_m, q3_k_m, q4_k_m, q5_k_m.",
 )
@@ -251,7 +271,8 @@ def quantize_command(
     output: Output,
     path: Path,
     out: Path,
-    type_name: str,
+    type_name: str | None,
+    target_bpw: float | None,
     rules: Sequence[str],
     effort: str,
     allow_requantize: bool,
@@ -264,7 +285,10 @@ def quantize_command(
     """
     from colibri_tools.rewrite import quantize
 
-    encoding = encoding_of(type_name, rules, effort, allow_requantize)
+    chosen = (type_name, target_bpw, rules, effort, allow_requantize)
+    encoding = encoding_of(*chosen, options["threads"])
+    if encoding is None:
+        raise click.UsageError("give --type or --target-bpw")
     with output.progress(f"quantize {out.name}") as progress:
         result = quantize(path, out, encoding, progress=progress, **options)
     report(output, result)
@@ -363,6 +387,9 @@ colibri verify ./Qwen3-30B-A3B --quick
 @click.argument("path", type=PATH)
 @click.option("--quick", is_flag=True, help="All checks but those that read the payload.")
 @click.option("--against", type=PATH, help="Compare a container's numbers with this source.")
+@click.option(
+    "--importance", type=PATH, help="The importance that it was encoded with, for --against."
+)
 @click.option("--threads", type=click.IntRange(0), default=0, help="Worker threads; 0 = all cores.")
 def verify_command(output: Output, path: Path, **options: Any) -> None:
     """Check every byte of a container, or a checkpoint.

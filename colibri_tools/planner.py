@@ -21,8 +21,8 @@ from colibri_tools.profile.orders import order_blocks
 from colibri_tools.profile.routing import Routing
 from colibri_tools.quantize.encoding import Encoding, encode_mapping
 from colibri_tools.sources import Source, SourceTensor
-from colibri_tools.text.derive import TextParts, text_parts
 from colibri_tools.sources.encoded import EncodedView
+from colibri_tools.text.derive import TextParts, text_parts
 
 __all__ = [
     "BlockTask",
@@ -162,7 +162,7 @@ def plan_mapping(
         n_experts = tuple(len(row.experts) for row in mapping.rows)
         order = order_blocks(options.order, n_experts, profile)
     if options.encoding is not None:
-        mapping = encode_mapping(mapping, options.encoding, profile)
+        mapping = encode_mapping(mapping, options.encoding, profile, source)
         provenance |= options.encoding.provenance()
     if options.routing is not None:
         provenance |= options.routing.provenance()

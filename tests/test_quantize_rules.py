@@ -86,6 +86,7 @@ def test_mixes_give_down_projections_more_bits_in_some_layers() -> None:
     assert down[:2] == ["q6_k"] * 2 == down[-2:]
     assert down.count("q6_k") == 8
     assert name_of(policy, target("attn_v", 5)) == "q6_k"
+    assert name_of(policy, target("attn_q", 5)) == "q6_k"
     assert name_of(policy, target("output", -1)) == "q6_k"
     assert name_of(policy, target("gate", 5, expert=1)) == "q4_k"
     assert set(MIXES) == {"q2_k_m", "q3_k_m", "q4_k_m", "q5_k_m"}

@@ -90,6 +90,6 @@ def compare_with_baseline(baseline: Baseline, now: dict[str, Any]) -> Change:
 
 def _digests(document: dict[str, Any]) -> list[Any]:
     texts = document.get("texts")
-    if not isinstance(texts, list):
+    if not isinstance(texts, (list, tuple)):
         return []
     return [text.get("sha256") if isinstance(text, dict) else None for text in texts]

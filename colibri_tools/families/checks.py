@@ -385,7 +385,9 @@ def _check_types(census: Census) -> None:
         except SourceError as error:
             census.mapping.problems.insert(0, error.message)  # the cause of others
             continue
-        if census.source.kind == "safetensors" and tensor.dtype.name not in _CARRIED_TYPES:
+        # Block formats have no name in safetensors: they come from a container, or from scales.
+        carried = tensor.dtype.is_quantized or tensor.dtype.name in _CARRIED_TYPES
+        if census.source.kind == "safetensors" and not carried:
             wrong[tensor.dtype.safetensors or tensor.dtype.name].append(name)
     for dtype, names in wrong.items():
         census.problem(

@@ -16,9 +16,11 @@ from colibri_tools.families.result import (
     SourceMapping,
 )
 from colibri_tools.profile.file import RoutingProfile
+from colibri_tools.quantize.allocate import TargetPolicy
 from colibri_tools.quantize.importance import Importance
 from colibri_tools.quantize.matrices import Key, Matrix, list_matrices
 from colibri_tools.quantize.rules import Choice, Policy
+from colibri_tools.sources import Source
 from colibri_tools.sources.encoded import Loss
 
 __all__ = ["Encoded", "Encoding", "encode_mapping"]
@@ -103,19 +105,23 @@ class Encoding:
 
 
 def encode_mapping(
-    mapping: SourceMapping, encoding: Encoding, profile: RoutingProfile | None
+    mapping: SourceMapping, encoding: Encoding, profile: RoutingProfile | None, source: Source
 ) -> SourceMapping:
     """Return a census whose matrices have the types that the policy chooses.
 
-    Raises UsageError for rules that need a profile or decide nothing, SourceError for a lossy
-    matrix that would be encoded again without `allow_requantize`.
+    Only a policy by measured errors reads from `source`. Raises UsageError for rules that need a
+    profile or decide nothing, SourceError for a lossy matrix that would be encoded again without
+    `allow_requantize`.
     """
     policy = encoding.policy
     if policy.needs_heat and profile is None:
         raise UsageError(
             "a rule asks for the hottest or coldest experts; give a profile (--routing)"
         )
-    for matrix in list_matrices(mapping, profile):
+    matrices = list(list_matrices(mapping, profile))
+    if isinstance(policy, TargetPolicy):
+        policy.prepare(matrices, source, encoding.effort, encoding.importance, profile)
+    for matrix in matrices:
         choice = policy.choose(*matrix.uses)
         loss = Loss() if encoding.measure and choice is not None else None
         encoding.encoded.append(Encoded(matrix, choice, loss))

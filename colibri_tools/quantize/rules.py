@@ -196,11 +196,12 @@ def _more_bits(t: Target) -> bool:
 
 
 def _mix(base: str, more: str, best: str) -> tuple[tuple[str, tuple[Test, ...], str], ...]:
+    """Attention and the output matrix are used by every token, and small beside the experts."""
     down = (_ROLES["down"], _more_bits)
     return (
         ("all", (), base),
         ("down in the outer layers and every third", down, more),
-        ("v, kv", (lambda t: t.role in ("attn_v", "attn_v_b", "attn_kv_b", "attn_kv_a"),), more),
+        ("attention", (_ROLES["attention"],), more),
         ("output", (_ROLES["output"],), best),
     )
 

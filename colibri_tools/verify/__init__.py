@@ -35,6 +35,7 @@ def verify(
     *,
     quick: bool = False,
     against: PathLike | None = None,
+    importance: PathLike | None = None,
     threads: int = 0,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -46,8 +47,13 @@ def verify(
     # A container whose first bytes are damaged still has its name.
     if kind == "colibri" or (kind != "directory" and Path(path).suffix == ".colibri"):
         return verify_container(
-            path, quick=quick, against=against, threads=threads, progress=progress
+            path,
+            quick=quick,
+            against=against,
+            importance=importance,
+            threads=threads,
+            progress=progress,
         )
-    if against is not None:
+    if against is not None or importance is not None:
         raise UsageError(f"{os.fspath(path)}: only a container can be verified against a source")
     return verify_source(path, quick=quick, threads=threads, progress=progress)

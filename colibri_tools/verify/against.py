@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -9,7 +10,9 @@ from typing import TYPE_CHECKING
 from colibri_tools.container import Container, PartRole
 from colibri_tools.errors import SourceError, quote
 from colibri_tools.mapping import MappedRow, Slice, SourceMapping, map_source
+from colibri_tools.quantize.matrices import Key
 from colibri_tools.text.derive import text_parts
+from colibri_tools.verify.recipe import Recipe, read_recipe
 from colibri_tools.verify.report import VerifyError, VerifyReport
 from colibri_tools.verify.scan import Origin
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from colibri_tools.sources import Source, SourceTensor
 
 __all__ = ["Origins", "compare_with_source"]
+
+PathLike = str | os.PathLike[str]
 
 _FREE_SPEC_KEYS = frozenset(
     {"order", "executable", "executable_lacks", "tokenizer", "tokenizer_lacks"}
@@ -33,23 +38,33 @@ class Origins:
     parts: dict[tuple[int, int, PartRole], Origin] = field(default_factory=dict)
 
 
-def compare_with_source(container: Container, source: Source, report: VerifyReport) -> Origins:
-    """Compare everything but the numbers, and return where each number has to come from."""
+def compare_with_source(
+    container: Container, source: Source, report: VerifyReport, importance: PathLike | None = None
+) -> Origins:
+    """Compare everything but the numbers, and return where each number has to come from.
+
+    Matrices that were encoded come from encoding the source again, by `importance` if that was
+    used. Raises UsageError where this cannot be done.
+    """
     try:
         mapping = map_source(source)
         mapping.require_complete(source.path)
     except SourceError as error:
         report.add(VerifyError("census", f"source: {error.message}"))
         return Origins()
-    comparison = _Comparison(container, source, mapping)
+    recipe = read_recipe(container, source, mapping, importance)
+    comparison = _Comparison(container, source, mapping, recipe)
     for difference in comparison.run():
         report.add(difference)
     return comparison.origins
 
 
 class _Comparison:
-    def __init__(self, container: Container, source: Source, mapping: SourceMapping) -> None:
+    def __init__(
+        self, container: Container, source: Source, mapping: SourceMapping, recipe: Recipe | None
+    ) -> None:
         self._container = container
+        self._recipe = recipe
         self._source = source
         self._mapping = mapping
         self.origins = Origins()
@@ -102,6 +117,10 @@ class _Comparison:
                 yield _difference(text, tensor=name)
                 continue
             expected = source_tensor.dtype, tuple(resident.shape)
+            encoded = self._encoded(tensor.alias_of or name, tensor.dtype, source_tensor.dtype)
+            if encoded is not None and tensor.shape == expected[1]:
+                self.origins.tensors[name] = encoded
+                continue
             if (tensor.dtype, tensor.shape) != expected:
                 found = _shown(tensor.dtype, tensor.shape)
                 yield _difference(
@@ -144,9 +163,17 @@ class _Comparison:
     ) -> Iterator[VerifyError]:
         layer = self._container.rows[number].layer
         layout = self._container.layout_of(number, expert)
+        parts = {p.role: p for p in layout.parts}
         found = {p.role: _shown(p.dtype, (p.rows, p.cols)) for p in layout.parts}
         expected = {role: _shown(s.dtype, (s.rows, s.cols)) for role, s in slots.items()}
         for role in sorted(found.keys() | expected.keys()):
+            part, piece = parts.get(role), slots.get(PartRole(role))
+            if part is not None and piece is not None:
+                key = (number, expert, PartRole(role))
+                encoded = self._encoded(key, part.dtype, piece.dtype)
+                if encoded is not None and (part.rows, part.cols) == (piece.rows, piece.cols):
+                    self.origins.parts[key] = encoded
+                    continue
             if found.get(role) != expected.get(role):
                 yield _difference(
                     f"layer {layer} expert {expert}, {PartRole(role).label}: expected "
@@ -157,9 +184,16 @@ class _Comparison:
                     tensor=PartRole(role).label,
                 )
             else:
-                piece = slots[role]
+                piece = slots[PartRole(role)]
                 origin = self._origin(piece.tensor, piece.start)
                 self.origins.parts[number, expert, role] = origin
+
+    def _encoded(self, key: Key, ours: DType, theirs: DType) -> Origin | None:
+        """Where a matrix of another type comes from, if it was encoded."""
+        if self._recipe is None or ours == theirs:
+            return None
+        found = self._recipe.encoded(key, ours)
+        return None if found is None else self._origin(*found)
 
     def _origin(self, tensor: SourceTensor, first: int) -> Origin:
         def read(start: int, out: memoryview) -> None:

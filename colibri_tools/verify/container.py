@@ -25,6 +25,7 @@ def verify_container(
     *,
     quick: bool = False,
     against: PathLike | None = None,
+    importance: PathLike | None = None,
     threads: int = 0,
     progress: Progress | None = None,
 ) -> VerifyReport:
@@ -32,12 +33,16 @@ def verify_container(
 
     Quick means structure, census and the padding between and behind tensors and blocks: everything
     but the payload bytes. With `against` also the spec, the carried files and the numbers are
-    compared with that source; carried numbers have to be the same bytes. `threads` = 0 uses all
-    cores. `progress` is called with (bytes done, bytes in total) from the calling thread.
-    Raises UsageError for `quick` with `against`, and as `open_source` for the source.
+    compared with that source; carried numbers have to be the same bytes, encoded ones those of
+    encoding the source again, with the `importance` that was used. `threads` = 0 uses all cores.
+    `progress` is called with (bytes done, bytes in total) from the calling thread. Raises
+    UsageError for options that do not fit each other or the container, and as `open_source` for
+    the source.
     """
     if quick and against is not None:
         raise UsageError("--quick reads no payload, so it excludes --against")
+    if importance is not None and against is None:
+        raise UsageError("--importance is for --against, which encodes the source again")
     source_name = None if against is None else os.fspath(against)
     report = VerifyReport(os.fspath(path), quick=quick, against=source_name)
     with report.timed(), ExitStack() as stack:
@@ -55,7 +60,7 @@ def verify_container(
             report.add(found)
         origins = Origins()
         if source is not None:
-            origins = compare_with_source(container, source, report)
+            origins = compare_with_source(container, source, report, importance)
         regions = [*_tensor_regions(container, origins), *_block_regions(container, origins)]
         if quick:
             regions = [padding for region in regions for padding in _padding_of(region)]
