@@ -122,9 +122,10 @@ def compare(
     ctx = pair.choose_ctx(ctx)
     texts = pair.read(text, tokens)
     cut = [list(windows(each, ctx, pair.bos)) for each in texts]
-    options: dict[str, Any] = {"ctx": ctx, "threads": threads, "expert_cache": expert_cache}
+    prompt = list(texts[0].ids[:_PROMPT_TOKENS]) if saved is None else saved.prompt
+    room = min(pair.limit, max(ctx, len(prompt) + TEXT_CHARACTERS))
+    options: dict[str, Any] = {"ctx": room, "threads": threads, "expert_cache": expert_cache}
     with Engine(pair.a, **options) as one, Engine(pair.b, **options) as two:
-        prompt = list(texts[0].ids[:_PROMPT_TOKENS]) if saved is None else saved.prompt
         comparison = _Comparison(one, two, sum(len(w.ids) for ws in cut for w in ws), progress)
         tallies = [comparison.score(ws) for ws in cut]
         sides = [pair.side(engine, prompt) for engine in (one, two)]
@@ -176,6 +177,7 @@ class _Pair:
                     f"{b}: expected {one} {what} as {a} has, found {two}: these are not the same "
                     "vocabulary"
                 )
+        self.limit = min(estimate(path, ctx=1).context_length for path in (a, b))
         self.tokenizer = self._one_tokenizer()
         self.bos = _leading_token(self.tokenizer)
 
@@ -191,10 +193,9 @@ class _Pair:
 
     def choose_ctx(self, ctx: int | None) -> int:
         """Return the window, which both models must have room for."""
-        limit = min(estimate(path, ctx=1).context_length for path in (self.a, self.b))
-        if ctx is not None and not 4 <= ctx <= limit:
-            raise UsageError(f"--ctx: expected 4 to {limit}, found {ctx}")
-        return min(DEFAULT_CTX, limit) if ctx is None else ctx
+        if ctx is not None and not 4 <= ctx <= self.limit:
+            raise UsageError(f"--ctx: expected 4 to {self.limit}, found {ctx}")
+        return min(DEFAULT_CTX, self.limit) if ctx is None else ctx
 
     def read(self, text: Sequence[PathLike], tokens: Sequence[PathLike]) -> list[Text]:
         """Return the texts as tokens."""
