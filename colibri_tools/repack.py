@@ -332,10 +332,13 @@ class _Copier:
         self._source = source
         self._writer = writer
         self._meter = meter
-        self._tasks: Iterator[Task] = iter(plan.tasks)
+        self._tasks = plan.tasks
+        self._next = 0
+        self._ahead = 0
         self._buffer_bytes = plan.largest_block
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._encodes = plan.encoding is not None
         self._measures = plan.encoding is not None and plan.encoding.measure
         self._reads_left = Counter(
             read.tensor.name
@@ -346,6 +349,8 @@ class _Copier:
 
     def run(self, n_threads: int) -> None:
         """Run all tasks; after the first error no new one is begun and it is raised."""
+        if self._encodes:
+            self._ahead = n_threads
         with ThreadPoolExecutor(n_threads, thread_name_prefix="repack") as pool:
             try:
                 futures = [pool.submit(self._work) for _ in range(n_threads)]
@@ -361,10 +366,12 @@ class _Copier:
         buffer = memoryview(bytearray(self._buffer_bytes))
         while not self._stop.is_set():
             with self._lock:
-                task = next(self._tasks, None)
-            if task is None:
+                number, self._next = self._next, self._next + 1
+            if number >= len(self._tasks):
                 return
+            task = self._tasks[number]
             try:
+                self._read_ahead(number + self._ahead)
                 if isinstance(task, BlockTask):
                     self._do_block(task, buffer[: task.n_bytes])
                 else:
@@ -374,6 +381,15 @@ class _Copier:
             except BaseException:
                 self._stop.set()
                 raise
+
+    def _read_ahead(self, number: int) -> None:
+        """Let the drive read what a thread will encode next, while it encodes this."""
+        if not self._ahead or number >= len(self._tasks):
+            return
+        task = self._tasks[number]
+        if isinstance(task, BlockTask):
+            for read in task.reads:
+                self._source.will_need_range(read.tensor, read.start, read.n_bytes)
 
     def _do_block(self, task: BlockTask, block: memoryview) -> None:
         kept = self._writer.keep_block(task.row, task.expert)

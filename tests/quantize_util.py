@@ -1,4 +1,4 @@
-"""What the tests of encoding share: routing profiles of containers, imatrix files, decoding by gguf."""
+"""What the tests of encoding share: profiles of containers, imatrix files, decoding by gguf."""
 
 from __future__ import annotations
 

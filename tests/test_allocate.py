@@ -1,4 +1,4 @@
-"""--target-bpw: the size is kept, the errors are measured, and what was chosen is the best there is."""
+"""--target-bpw: the size is kept, errors are measured, and what was chosen is near the best."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from engine_models import make_model
 from quantize_util import encoding
 from tiny_containers import logits
 
-from colibri_tools.compare import compare
 from colibri_tools.compare import command as compare_command
+from colibri_tools.compare import compare
 from colibri_tools.compare.texts import Text, windows
 from colibri_tools.errors import ColibriError, UsageError
 from colibri_tools.output import Output

@@ -1,4 +1,4 @@
-"""Importance: what a profile or an imatrix file says reaches the encoder, and odd ones are named."""
+"""Importance: what a profile or an imatrix file says reaches the encoder; odd ones are named."""
 
 from __future__ import annotations
 

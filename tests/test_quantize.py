@@ -356,7 +356,7 @@ def test_options_that_do_not_go_together(containers: Containers, tmp_path: Path)
     out = tmp_path / "q.colibri"
     with pytest.raises(UsageError, match="--report"):
         quantize(source, out, encoding("q8_0"), dry_run=True, report=tmp_path / "r.json")
-    with pytest.raises(UsageError, match="no matrix .* 'shared=q8_0'"):
+    with pytest.raises(UsageError, match=r"no matrix .* 'shared=q8_0'"):
         quantize(source, out, encoding("q8_0", "shared=q8_0"))
     with pytest.raises(UsageError, match="--routing"):
         quantize(source, out, encoding("q8_0", "hottest 10%: f16"))
