@@ -160,27 +160,6 @@ INLINE v8 affine_error(const groups *g, v8 scale, v8 base, float q_max) {
   return error;
 }
 
-// The least-squares scale and base for the codes that `inv` and `base` give. With `below`, base is at most 0.
-INLINE void affine_fit(const groups *g, v8 inv, v8 *base, float q_max, bool below, v8 *scale) {
-  v8 sq = splat(0), sqq = splat(0), sxq = splat(0);
-  for (int j = 0; j < g->n; j++) {
-    const v8 q = affine_code(g->x[j], inv, *base, q_max), wq = g->w[j] * q;
-    sq += wq;
-    sqq += wq * q;
-    sxq += wq * g->x[j];
-  }
-  const v8 det = g->sum_w * sqq - sq * sq, inv_det = inverse(det);
-  v8 s = (g->sum_w * sxq - g->sum_wx * sq) * inv_det, b = (sqq * g->sum_wx - sq * sxq) * inv_det;
-  if (below) {
-    const m8 above = b > splat(0);
-    s = pick(above, sxq * inverse(sqq), s);
-    b = pick(above, splat(0), b);
-  }
-  const m8 sound = (det > splat(0)) & (s > splat(0));
-  *scale = pick(sound, s, inverse(inv));
-  *base = pick(sound, b, *base);
-}
-
 // The least-squares scale for the codes that `inv` and `base` give, and this base.
 INLINE v8 affine_scale_fit(const groups *g, v8 inv, v8 base, float q_max) {
   v8 sqq = splat(0), sxq = splat(0);
@@ -196,24 +175,69 @@ typedef struct {
   v8 scale, base, error;
 } affine;
 
+// Sums over a group: of codes q, and of y, what the weights are above the lowest one.
+typedef struct {
+  v8 w, y, q, qq, yq;
+} affine_sums;
+
+INLINE affine_sums affine_add(const groups *g, const v8 *y, v8 inv, v8 base, float q_max) {
+  affine_sums s = {.w = g->sum_w, .y = splat(0), .q = splat(0), .qq = splat(0), .yq = splat(0)};
+  for (int j = 0; j < g->n; j++) {
+    const v8 q = affine_code(y[j], inv, base, q_max), wq = g->w[j] * q;
+    s.q += wq;
+    s.qq += wq * q;
+    s.yq += wq * y[j];
+  }
+  return s;
+}
+
+// The scale and base of least squared error for these codes, the base at most `top`; `error` is how far the error is
+// below that of no scale at all, negated.
+INLINE affine affine_fit(const affine_sums *s, v8 inv, v8 top) {
+  const v8 det = s->w * s->qq - s->q * s->q, inv_det = inverse(det);
+  v8 scale = (s->w * s->yq - s->y * s->q) * inv_det, base = (s->qq * s->y - s->q * s->yq) * inv_det;
+  const m8 above = base > top;
+  scale = pick(above, (s->yq - top * s->q) * inverse(s->qq), scale);
+  base = pick(above, top, base);
+  const m8 sound = (det > splat(0)) & (scale > splat(0));
+  scale = pick(sound, scale, inverse(inv));
+  base = pick(sound, base, splat(0));
+  const v8 gain = splat(2) * (scale * s->yq + base * s->y) - scale * (scale * s->qq + splat(2) * (base * s->q)) -
+                  base * base * s->w;
+  return (affine){.scale = scale, .base = base, .error = -gain};
+}
+
 // The range is cut into q_max + t steps for several t: some weights at its ends are better clipped, or not reached.
+// What is compared is the error with the codes as they were before the fit, which needs no second pass over the
+// weights; then the best is fitted to its own codes a few times. With `below`, the base is at most 0.
+enum { POLISH = 2 };
+
+INLINE void keep_better(affine *best, const affine *found) {
+  const m8 better = found->error < best->error;
+  best->scale = pick(better, found->scale, best->scale);
+  best->base = pick(better, found->base, best->base);
+  best->error = pick(better, found->error, best->error);
+}
+
 INLINE affine affine_search(const groups *g, float q_max, bool below, int n_steps, float first, float step) {
-  v8 low, high;
+  v8 low, high, y[MAX_GROUP], sum_y = splat(0);
   range_of(g, &low, &high);
   if (below) low = vector_min(low, splat(0));
-  const v8 inv_range = inverse(high - low);
-  affine best = {.scale = splat(0), .base = low};
-  best.error = affine_error(g, best.scale, best.base, q_max);
-  for (int i = 0; i < n_steps; i++) {
-    const v8 inv = splat(q_max + first + step * (float)i) * inv_range;
-    v8 base = low, scale;
-    affine_fit(g, inv, &base, q_max, below, &scale);
-    const v8 error = affine_error(g, scale, base, q_max);
-    const m8 better = error < best.error;
-    best.scale = pick(better, scale, best.scale);
-    best.base = pick(better, base, best.base);
-    best.error = pick(better, error, best.error);
+  for (int j = 0; j < g->n; j++) {
+    y[j] = g->x[j] - low;
+    sum_y += g->w[j] * y[j];
   }
+  const v8 inv_range = inverse(high - low), top = below ? -low : splat(0x1p100f);
+  affine best = {.scale = splat(0), .base = splat(0), .error = splat(0)};
+  for (int i = 0; i < n_steps + POLISH; i++) {
+    const bool polish = i >= n_steps;
+    const v8 inv = polish ? inverse(best.scale) : splat(q_max + first + step * (float)i) * inv_range;
+    affine_sums sums = affine_add(g, y, inv, polish ? best.base : splat(0), q_max);
+    sums.y = sum_y;
+    const affine found = affine_fit(&sums, inv, top);
+    keep_better(&best, &found);
+  }
+  best.base += low;
   return best;
 }
 
@@ -245,34 +269,34 @@ INLINE v8 scale_error(const groups *g, const code_set *c, v8 scale) {
   return error;
 }
 
-INLINE v8 scale_fit(const groups *g, const code_set *c, v8 inv) {
+typedef struct {
+  v8 scale, gain;  // `gain` is how far the squared error is below that of scale 0
+} scaled;
+
+// The least-squares scale for the codes that `inv` gives.
+INLINE scaled scale_fit(const groups *g, const code_set *c, v8 inv) {
   v8 svv = splat(0), sxv = splat(0);
   for (int j = 0; j < g->n; j++) {
     const v8 v = code_value(c, g->x[j] * inv), wv = g->w[j] * v;
     svv += wv * v;
     sxv += wv * g->x[j];
   }
-  return sxv * inverse(svv);
+  const v8 scale = sxv * inverse(svv);
+  return (scaled){.scale = scale, .gain = scale * sxv};
 }
-
-typedef struct {
-  v8 scale, error;
-} scaled;
 
 // The weight of largest magnitude goes to the end of the range, or somewhat within or beyond it, on either side.
 INLINE scaled scale_search(const groups *g, const code_set *c, int n_steps, float first, float step) {
   const v8 inv_peak = inverse(peak_of(g));
-  scaled best = {.scale = splat(0)};
-  best.error = scale_error(g, c, best.scale);
-  for (int side = 0; side < 2; side++) {
-    for (int i = 0; i < n_steps; i++) {
-      const float t = first + step * (float)i;
-      const v8 scale = scale_fit(g, c, splat(side == 0 ? c->low - t : c->high + t) * inv_peak);
-      const v8 error = scale_error(g, c, scale);
-      const m8 better = error < best.error;
-      best.scale = pick(better, scale, best.scale);
-      best.error = pick(better, error, best.error);
-    }
+  scaled best = {.scale = splat(0), .gain = splat(0)};
+  for (int i = 0; i < 2 * n_steps + 1; i++) {
+    const float t = first + step * (float)(i / 2);
+    v8 inv = splat(i % 2 == 0 ? c->low - t : c->high + t) * inv_peak;
+    if (i == 2 * n_steps) inv = inverse(best.scale);  // once more, with the codes of the best
+    const scaled found = scale_fit(g, c, inv);
+    const m8 better = found.gain > best.gain;
+    best.scale = pick(better, found.scale, best.scale);
+    best.gain = pick(better, found.gain, best.gain);
   }
   return best;
 }
@@ -580,6 +604,8 @@ INLINE float tune_affine(super_block *s, const affine_plan *p, int radius) {
     v8 least = affine_error(g, splat(s->d) * scale, splat(-s->d_min) * low, p->q_max);
     for (int i = -radius; i <= radius; i++) {
       for (int k = -radius; k <= radius; k++) {
+        // A scale that grows while the minimum shrinks, or the reverse, moves all weights one way: it never pays.
+        if ((i == 0 && k == 0) || i * k < 0) continue;
         const v8 other = clamp(s->scale[v] + splat((float)i), 0, p->scale_max);
         const v8 other_low = clamp(s->low[v] + splat((float)k), 0, p->scale_max);
         const v8 error = affine_error(g, splat(s->d) * other, splat(-s->d_min) * other_low, p->q_max);
@@ -687,11 +713,11 @@ INLINE void put_scales_6(uint8_t *dst, const super_block *s) {
 // matrices: with fewer, one of these comes out worse than it needs to.
 INLINE affine_plan plan_affine(const clb_encode_context *c, float q_max, float scale_max) {
   affine_plan p = {.q_max = q_max, .scale_max = scale_max, .first = q_max > 3 ? -1.8f : -1.2f};
-  p.n_steps = c->effort == CLB_EFFORT_FAST ? 6 : c->effort == CLB_EFFORT_NORMAL ? 16 : 28;
-  p.step = (q_max > 3 ? 2.4f : 2.0f) / (float)p.n_steps;
+  p.n_steps = c->effort == CLB_EFFORT_FAST ? 6 : c->effort == CLB_EFFORT_NORMAL ? 14 : 28;
+  p.step = (q_max > 3 ? 3.0f : 2.0f) / (float)p.n_steps;
   if (c->effort == CLB_EFFORT_FAST) p.first = -0.7f, p.step = 0.2f;
   p.radius = c->effort == CLB_EFFORT_FAST ? 0 : c->effort == CLB_EFFORT_NORMAL ? 1 : 2;
-  p.n_rounds = c->effort == CLB_EFFORT_FAST ? 0 : c->effort == CLB_EFFORT_NORMAL ? 2 : 4;
+  p.n_rounds = c->effort == CLB_EFFORT_FAST ? 0 : c->effort == CLB_EFFORT_NORMAL ? 1 : 4;
   return p;
 }
 
@@ -857,7 +883,7 @@ INLINE scale_plan plan_scales(const clb_encode_context *c, code_set set, float s
 }
 
 TARGET static void encode_q3_k(const clb_encode_context *c, const float *x, size_t n, uint8_t *dst) {
-  const scale_plan plan = plan_scales(c, (code_set){-4, 3, NULL}, -32, 0.7f);
+  const scale_plan plan = plan_scales(c, (code_set){-4, 3, NULL}, -32, 1.0f);
   for (size_t b = 0; b < n; b++, dst += 110) {
     super_block s;
     int8_t values[256];
