@@ -22,7 +22,6 @@ from colibri_tools.planner import (
     BlockTask,
     RepackOptions,
     RepackPlan,
-    Task,
     TensorTask,
     plan_mapping,
     source_provenance,

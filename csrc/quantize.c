@@ -26,7 +26,8 @@ static const struct {
     {CLB_Q6_K, 65504.0 * 128 * 32},
     {CLB_IQ4_NL, 65504.0 * 127},
     {CLB_IQ4_XS, 65504.0 * 32 * 127},
-    {CLB_F16, 65519.0},
+    {CLB_F16, 65519.0},  // what is larger rounds to infinity
+    {CLB_BF16, 0x1.fefffep127},
 };
 
 // Plain floats have no limit but their own: 3.4e38.

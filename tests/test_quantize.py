@@ -210,7 +210,14 @@ def with_value(tmp_path: Path, value: float, dtype: str = "f32") -> Path:
 
 @pytest.mark.parametrize(
     ("value", "type_name"),
-    [(np.nan, "q4_k"), (np.inf, "q8_0"), (70000.0, "f16"), (1e9, "q8_0"), (-1e9, "q6_k")],
+    [
+        (np.nan, "q4_k"),
+        (np.inf, "q8_0"),
+        (70000.0, "f16"),
+        (1e9, "q8_0"),
+        (-1e9, "q6_k"),
+        (3.4028235e38, "bf16"),  # rounds to infinity
+    ],
 )
 def test_case_4_3_a_number_that_does_not_fit_stops_with_its_place(
     tmp_path: Path, value: float, type_name: str
@@ -222,6 +229,22 @@ def test_case_4_3_a_number_that_does_not_fit_stops_with_its_place(
     for part in ("layers.1.mlp.experts.2.down_proj.weight", "[3, 5]"):
         assert part in caught.value.message
     assert names(tmp_path) == before
+
+
+def test_case_4_2_bf16_rounds_to_nearest_even(tmp_path: Path) -> None:
+    bits = [0x7F7EFFFF, 0x80000000, 0x3F808000, 0x3F818000, 0x00000001, 0x807FFFFF]
+    rounded = [0x7F7F, 0x8000, 0x3F80, 0x3F82, 0x0000, 0x8080]
+
+    def change(weights: dict[str, Any]) -> None:
+        row = weights["model.layers.1.mlp.experts.2.down_proj.weight"][0]
+        row[: len(bits)] = np.array(bits, np.uint32).view(np.float32)
+
+    path = tm.write_hf(tmp_path / "hf", "qwen3_moe", spec_of("qwen3_moe"), mutate=change)
+    repack(path, tmp_path / "q.colibri", encoding=encoding("bf16"))
+    with colibri_tools.open(tmp_path / "q.colibri") as container:
+        down = container.dequantize_part(1, 2, PartRole.DOWN)
+    found = down[0, : len(bits)].view(np.uint32) >> 16
+    assert [hex(n) for n in found] == [hex(n) for n in rounded]
 
 
 def test_case_4_3_more_range_by_a_rule_takes_the_number(tmp_path: Path) -> None:
