@@ -148,6 +148,20 @@ def test_case_11_1_an_expert_without_tokens_counts_equally(source: Path, tmp_pat
         assert container.provenance["recipe.importance.neutral_experts"] == 2
 
 
+def test_a_few_tokens_are_as_good_as_none(source: Path, tmp_path: Path) -> None:
+    entries = imatrix_entries()
+    for _, counts in entries.values():
+        if len(counts) == EXPERTS:
+            counts[3], counts[4] = MIN_TOKENS - 1, MIN_TOKENS
+    path = write_imatrix(tmp_path / "i.gguf", entries)
+    out = tmp_path / "q.colibri"
+    result = quantize(source, out, encoding("q4_k"), importance=path)
+    assert result.quantization is not None
+    assert result.quantization.neutral_experts == ((0, 3, 15), (1, 3, 15))
+    assert part_of(out, 0, 3, PartRole.UP) == expected_block(source, 0, 3, PartRole.UP, None)
+    assert part_of(out, 0, 4, PartRole.UP) != expected_block(source, 0, 4, PartRole.UP, None)
+
+
 def test_case_4_1_subnormals_and_odd_importance_give_finite_numbers(tmp_path: Path) -> None:
     def change(weights: dict[str, Any]) -> None:
         weights["model.layers.0.mlp.experts.0.gate_proj.weight"][:] = 1e-40

@@ -111,9 +111,8 @@ def main() -> None:
     print("\n| type | llama-quantize MB/s | colibri MB/s | times |\n| --- | ---: | ---: | ---: |")
     for name in args.types:
         peer, own = (statistics.median(seconds_of[name, who]) for who in ("peer", "colibri"))
-        print(
-            f"| {name} | {n_bytes / peer / 1e6:.0f} | {n_bytes / own / 1e6:.0f} | {peer / own:.1f} |"
-        )
+        rates = [n_bytes / seconds / 1e6 for seconds in (peer, own)]
+        print(f"| {name} | {rates[0]:.0f} | {rates[1]:.0f} | {peer / own:.1f} |")
     print(f"peak RSS of colibri: {peak / 1e6:.0f} MB")
     for path in (theirs, ours):
         path.unlink(missing_ok=True)
