@@ -180,6 +180,18 @@ colibri_status colibri_rewind_sequence(colibri_model *model, uint32_t sequence, 
 
 colibri_status colibri_sanity_check(colibri_model *model);
 
+typedef struct {
+  size_t n_sequences, n_positions;
+  uint32_t *experts;
+  float *weights;
+  uint32_t *early;
+  double *inputs;
+  double *hidden;
+  size_t width;
+} colibri_observation;
+
+colibri_status colibri_observe(colibri_model *model, const colibri_observation *observation);
+
 colibri_status colibri_trace(colibri_model *model, uint32_t *experts, float *weights, size_t n_positions);
 
 typedef struct {

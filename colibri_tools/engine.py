@@ -33,6 +33,7 @@ __all__ = [
     "LayerStats",
     "Logits",
     "Memory",
+    "Observation",
     "Sampler",
     "Sampling",
     "Stats",
@@ -192,6 +193,36 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class Observation:
+    """What an engine writes down of routing while it evaluates, in arrays that are overwritten.
+
+    Of sequence s and position p, choices are `experts` uint32 and `weights` float32
+    [MoE layers, sequences, positions, top_k], best first; `early` uint32 is what each layer's
+    router makes of the residual stream one MoE layer before (2^32 - 1 in the first one). Squares
+    of what experts multiply are *added* to `inputs` float64 [MoE layers, experts, hidden] (gate
+    and up) and `hidden` [MoE layers, experts, width of the widest] (down); None: not observed.
+    """
+
+    experts: npt.NDArray[np.uint32]
+    weights: npt.NDArray[np.float32]
+    early: npt.NDArray[np.uint32]
+    inputs: npt.NDArray[np.float64] | None = None
+    hidden: npt.NDArray[np.float64] | None = None
+
+    @classmethod
+    def make(cls, info: EngineInfo, n_positions: int, widest: int | None = None) -> Observation:
+        """Return arrays for all sequences of an engine; `widest` asks for sums of squares."""
+        shape = (info.n_moe_layers, info.n_sequences, n_positions, info.top_k)
+        choices = (np.zeros(shape, np.uint32), np.zeros(shape, np.float32))
+        early = np.zeros(shape, np.uint32)
+        if widest is None:
+            return cls(*choices, early)
+        cells = (info.n_moe_layers, info.max_experts)
+        sums = (np.zeros((*cells, info.hidden_size)), np.zeros((*cells, widest)))
+        return cls(*choices, early, *sums)
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How a token is drawn: repetition penalty, temperature, top-k, top-p, min-p, in this order.
 
@@ -285,6 +316,7 @@ class Engine:
         self.path = path
         self._model: Any = None
         self._target: Any = None
+        self._observed: Any = None
         self.choices: npt.NDArray[np.uint32] | None = None
         """Experts of the last traced `forward`, [MoE layers, tokens, top_k], best first."""
         self.choice_weights: npt.NDArray[np.float32] | None = None
@@ -374,6 +406,31 @@ class Engine:
         else:
             self._eval_in_thread(ids, len(tokens), n_logits)
         return logits
+
+    def observe(self, observation: Observation | None) -> None:
+        """Write down from now on what `observation` has room for; None ends it.
+
+        After an evaluation that failed, its sums of squares hold a part of it.
+        """
+        if observation is None:
+            self._call(lib.colibri_observe, ffi.NULL)
+            self._observed = None
+            return
+        o = observation
+        _, n_sequences, n_positions, _ = o.experts.shape
+        values = {
+            "n_sequences": n_sequences,
+            "n_positions": n_positions,
+            "experts": ffi.from_buffer("uint32_t[]", o.experts),
+            "weights": ffi.from_buffer("float[]", o.weights),
+            "early": ffi.from_buffer("uint32_t[]", o.early),
+        }
+        if o.inputs is not None and o.hidden is not None:
+            values["inputs"] = ffi.from_buffer("double[]", o.inputs)
+            values["hidden"] = ffi.from_buffer("double[]", o.hidden)
+            values["width"] = o.hidden.shape[2]
+        self._observed = values  # the arrays outlive what writes to them
+        self._call(lib.colibri_observe, ffi.new("colibri_observation *", values))
 
     def forward_many(self, texts: Sequence[Sequence[int]]) -> list[Logits]:
         """Evaluate a new sequence for each of `texts`, at most `sequences` of them, together.

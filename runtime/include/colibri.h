@@ -278,9 +278,27 @@ COLIBRI_API colibri_status colibri_rewind_sequence(colibri_model *model, uint32_
 /* Evaluates one token by itself and looks that all logits are finite and not all equal; then rewinds. */
 COLIBRI_API colibri_status colibri_sanity_check(colibri_model *model);
 
+/* What to record while evaluating, for statistics of routing. Arrays are the caller's, and may be NULL. Of MoE layer i
+ * (in order of layers), sequence s and position p, choices are at
+ * [((i * n_sequences + s) * n_positions + p) * top_k + slot], the router's best first. */
+typedef struct {
+  size_t n_sequences, n_positions; /* what is beyond is not recorded */
+  uint32_t *experts;               /* chosen, */
+  float *weights;                  /* and their weights: both or neither */
+  uint32_t *early; /* what the layer's router makes of the residual stream one MoE layer before, after that one's
+                      attention: what prefetch guesses. UINT32_MAX in the first MoE layer */
+  double *inputs;  /* [n_moe_layers, max_experts, hidden_size] and */
+  double *hidden;  /* [n_moe_layers, max_experts, width], both or neither: squares of what gate and up, and what down of
+                      each expert multiply are added, column by column */
+  size_t width;    /* of the widest expert */
+} colibri_observation;
+
+/* Records from now on, until the next call; NULL ends it. After a failed evaluation the sums hold a part of it. */
+COLIBRI_API colibri_status colibri_observe(colibri_model *model, const colibri_observation *observation);
+
 /* From now on the router's choices at positions below n_positions are written, for MoE layer i (in order of layers)
  * and position p, at [(i * n_positions + p) * top_k + slot]. Slots are in the router's order, best first.
- * experts == NULL stops it. Of several sequences, 0 is the one that is traced. */
+ * experts == NULL stops it. Of several sequences, 0 is the one that is traced. It is colibri_observe of these. */
 COLIBRI_API colibri_status colibri_trace(colibri_model *model, uint32_t *experts, float *weights, size_t n_positions);
 
 /* -------------------------------------------------------------------------------------------------------------------

@@ -393,10 +393,10 @@ colibri_status colibri_sanity_check(colibri_model *m) {
   const uint32_t token =
       e->graph.bos_id >= 0 && (uint64_t)e->graph.bos_id < e->graph.vocab ? (uint32_t)e->graph.bos_id : 0;
   float *logits = e->scratch.logits;
-  const clb_trace trace = e->trace;
-  e->trace = (clb_trace){0};
+  const clb_observer observer = e->observer;
+  e->observer = (clb_observer){0};
   const colibri_status status = colibri_eval(m, &token, 1, logits, 1);
-  e->trace = trace;
+  e->observer = observer;
   if (status != COLIBRI_OK) return status;
   m->positions[0] = position;
   for (size_t i = 1; i < e->graph.vocab; i++) {
@@ -406,14 +406,14 @@ colibri_status colibri_sanity_check(colibri_model *m) {
                   (unsigned long long)e->graph.vocab, token);
 }
 
+colibri_status colibri_observe(colibri_model *m, const colibri_observation *observation) {
+  CLB_TRY(check_not_running(m));
+  return clb_observer_set(&m->engine, observation);
+}
+
 colibri_status colibri_trace(colibri_model *m, uint32_t *experts, float *weights, size_t n_positions) {
-  const colibri_status status = check_not_running(m);
-  if (status != COLIBRI_OK) return status;
-  if (experts && !weights) {
-    return clb_fail(m->engine.error, COLIBRI_ERROR_ARGUMENT, "trace: room for experts, but none for their weights");
-  }
-  m->engine.trace = (clb_trace){.experts = experts, .weights = weights, .n_positions = n_positions};
-  return COLIBRI_OK;
+  const colibri_observation o = {.n_sequences = 1, .n_positions = n_positions, .experts = experts, .weights = weights};
+  return colibri_observe(m, experts ? &o : NULL);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

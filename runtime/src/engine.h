@@ -94,11 +94,12 @@ typedef struct {
   uint8_t *row;         // one row of the embedding as stored
 } clb_scratch;
 
+typedef struct clb_early clb_early;
+
 typedef struct {
-  uint32_t *experts;
-  float *weights;
-  size_t n_positions;
-} clb_trace;
+  colibri_observation to;
+  clb_early *early;  // NULL without to.early
+} clb_observer;
 
 typedef struct clb_prefetch clb_prefetch;
 
@@ -154,7 +155,7 @@ typedef struct {
   clb_kv_cache kv;
   clb_scratch scratch;
 
-  clb_trace trace;
+  clb_observer observer;
   colibri_metrics metrics;               // but for what the store counts
   colibri_layer_metrics *layer_metrics;  // [n_layers]
   _Atomic bool cancelled;
@@ -194,10 +195,22 @@ size_t clb_attention_groups(const clb_graph *g);
 void clb_mla(clb_engine *e, size_t layer, const clb_batch *batch);
 
 // router.c: scratch.chosen and scratch.weights of every token, from scratch.normed. False, and the token in *bad, when
-// scores are not finite. The trace is of what was chosen last, for sequence 0. Router products are exact in any
-// precision.
+// scores are not finite. Router products are exact in any precision.
 bool clb_route(clb_engine *e, size_t layer, size_t n_tokens, size_t *bad);
-void clb_record_trace(const clb_engine *e, size_t layer, size_t n_tokens);
+
+// observe.c. Of what the layer's router chose last, and of what the next one would choose of scratch.x.
+colibri_status clb_observer_set(clb_engine *e, const colibri_observation *o);  // NULL ends it
+void clb_observer_clear(clb_engine *e);
+void clb_observe_choices(clb_engine *e, size_t layer, size_t n_tokens);
+
+// Rows of one expert, whose inputs are rows token_of[first_pair ...] of scratch.normed.
+typedef struct {
+  uint32_t expert;
+  size_t first_pair, n, width;
+  clb_rows hidden;
+} clb_expert_rows;
+
+void clb_observe_expert(const clb_engine *e, size_t layer, const clb_expert_rows *rows);
 
 // moe.c: adds the feed-forward network of scratch.normed to scratch.x.
 colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens);

@@ -111,6 +111,10 @@ static void norm(clb_engine *e, const float *weight, const float *bias, size_t f
   clb_pool_run(e->pool, norm_task, &job, n_tokens);
 }
 
+void clb_ffn_norm(clb_engine *e, size_t layer, size_t n_tokens) {
+  norm(e, e->layers[layer].ffn_norm, e->layers[layer].ffn_norm_bias, 0, n_tokens, 0);
+}
+
 // The angles are products in f32, as transformers has them; their cosine is as good as double makes it.
 static void fill_rope(clb_engine *e, size_t n_tokens) {
   const size_t half = e->graph.rope_dim / 2;
@@ -134,10 +138,6 @@ void clb_rotate(const clb_engine *e, float *head, size_t token) {
     head[i * step] = a * cosines[i] - b * sines[i];
     head[i * step + partner] = b * cosines[i] + a * sines[i];
   }
-}
-
-void clb_ffn_norm(clb_engine *e, size_t layer, size_t n_tokens) {
-  norm(e, e->layers[layer].ffn_norm, e->layers[layer].ffn_norm_bias, 0, n_tokens, 0);
 }
 
 static void norm_heads(const clb_engine *e, float *heads, const float *weight, size_t n_heads) {

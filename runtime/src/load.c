@@ -647,6 +647,7 @@ colibri_status clb_engine_open(clb_engine *e) {
 
 void clb_engine_close(clb_engine *e) {
   clb_prefetch_close(e->prefetch);
+  clb_observer_clear(e);
   clb_store_close(e->store);
   if (e->file.fd >= 0) clb_file_close(&e->file);
   clb_pool_close(e->pool);

@@ -12,6 +12,7 @@
 // Experts that are computed together: inputs and hidden activations are rows of scratch, one expert's after another's.
 typedef struct {
   size_t n, n_rows;
+  uint32_t expert[CLB_MAX_GROUP];
   size_t slot[CLB_MAX_GROUP], first_pair[CLB_MAX_GROUP];
   size_t first_row[CLB_MAX_GROUP + 1];
   clb_matrix gate[CLB_MAX_GROUP], up[CLB_MAX_GROUP], down[CLB_MAX_GROUP];
@@ -102,6 +103,7 @@ static void add_biases(const clb_engine *e, expert_group *g, size_t i, const clb
 
 static void add_expert(const clb_engine *e, expert_group *g, const clb_expert *expert) {
   const size_t i = g->n++;
+  g->expert[i] = expert->expert;
   g->slot[i] = expert->slot;
   g->first_pair[i] = e->scratch.start[expert->expert];
   g->first_row[i] = g->n_rows;
@@ -171,6 +173,18 @@ static clb_linear wide_out(const clb_engine *e, size_t layer, size_t n_tokens) {
                       .n_tokens = n_tokens};
 }
 
+static void observe_task(void *context, size_t task, size_t worker) {
+  (void)worker;
+  const moe_job *job = context;
+  const expert_group *g = job->group;
+  clb_observe_expert(job->engine, job->layer,
+                     &(clb_expert_rows){.expert = g->expert[task],
+                                        .first_pair = g->first_pair[task],
+                                        .n = g->first_row[task + 1] - g->first_row[task],
+                                        .width = g->gate[task].rows,
+                                        .hidden = clb_rows_from(job->engine->scratch.hidden, g->first_row[task])});
+}
+
 // out[t] = down(activation(gate x[t], up x[t])) of all experts of the group, and of the shared expert if it is still to
 // do.
 static void compute_group(moe_job *job) {
@@ -198,6 +212,7 @@ static void compute_group(moe_job *job) {
   if (gathered) clb_pool_run(e->pool, gather_task, job, g->n_rows);
   if (e->graph.experts_scale_input) clb_quantize(e, s->gathered, g->n_rows, e->graph.hidden);
   clb_linear_run(e, in, g->n + shared);
+  if (e->observer.to.inputs) clb_pool_run(e->pool, observe_task, job, g->n);
   quantize_hidden(e, g);
   if (shared) clb_quantize(e, s->wide, job->n_tokens, e->layers[job->layer].gate.rows);
   clb_linear_run(e, out, g->n + shared);
@@ -296,7 +311,7 @@ colibri_status clb_moe(clb_engine *e, size_t layer, size_t n_tokens) {
                     "layer %zu, position %u: the router's scores are not finite; 'colibri verify' finds NaN in weights",
                     layer, e->scratch.position[bad]);
   }
-  clb_record_trace(e, layer, n_tokens);
+  clb_observe_choices(e, layer, n_tokens);
   const size_t n_requested = group_by_expert(&e->scratch, n_tokens, e->graph.top_k, e->graph.layers[layer].n_experts);
   e->metrics.router_seconds += clb_seconds() - before;
   CLB_TRY(apply_experts(e, &job, n_requested));

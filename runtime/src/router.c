@@ -1,6 +1,5 @@
 // The router: which experts each token goes to, and with what weight.
 #include <math.h>
-#include <string.h>
 
 #include "engine.h"
 
@@ -183,19 +182,4 @@ bool clb_route(clb_engine *e, size_t layer, size_t n_tokens, size_t *bad) {
     }
   }
   return true;
-}
-
-void clb_record_trace(const clb_engine *e, size_t layer, size_t n_tokens) {
-  const clb_trace *trace = &e->trace;
-  const clb_scratch *s = &e->scratch;
-  if (!trace->experts) return;
-  size_t moe_layer = 0;
-  for (size_t i = 0; i < layer; i++) moe_layer += e->graph.layers[i].moe;
-  const size_t k = e->graph.top_k;
-  for (size_t t = 0; t < n_tokens; t++) {
-    if (s->sequence[t] != 0 || s->position[t] >= trace->n_positions) continue;
-    const size_t at = (moe_layer * trace->n_positions + s->position[t]) * k;
-    memcpy(trace->experts + at, s->chosen + t * k, k * sizeof *trace->experts);
-    memcpy(trace->weights + at, s->weights + t * k, k * sizeof *trace->weights);
-  }
 }
