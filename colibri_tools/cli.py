@@ -58,8 +58,8 @@ SIZE = SizeType()
 PATH = click.Path(path_type=Path)
 
 
-class ExampleCommand(click.Command):
-    """A command whose help ends with an example, kept exactly as written."""
+class WithExample(click.Command):
+    """Help that ends with an example, kept exactly as written."""
 
     def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +71,51 @@ class ExampleCommand(click.Command):
                 formatter.write(f"  {line}\n")
 
 
-def command(name: str, *, example: str) -> Callable[[Callable[..., Any]], click.Command]:
+class ExampleCommand(WithExample):
+    """A command with an example.
+
+    Options named in `lists` take several values: `--text A B` is `--text A --text B`. As that
+    would take arguments too, it is so behind the first argument only.
+    """
+
+    def __init__(self, *args: Any, lists: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lists = frozenset(lists)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._spread(args))
+
+    def _spread(self, args: list[str]) -> list[str]:
+        takes_value = {
+            name
+            for param in self.params
+            if isinstance(param, click.Option) and not param.is_flag and not param.count
+            for name in param.opts
+        }
+        spread: list[str] = []
+        option, n_values, n_arguments = "", 0, 0
+        for i, arg in enumerate(args):
+            if arg == "--":
+                return spread + args[i:]
+            if arg.startswith("-") and arg != "-":
+                option, n_values = arg, 0
+            elif option in takes_value and n_values == 0:
+                n_values = 1
+            elif option in self.lists and n_arguments > 0:
+                spread.append(option)
+            else:
+                n_arguments += 1
+            spread.append(arg)
+        return spread
+
+
+class ExampleGroup(WithExample, click.Group):
+    """A group of commands with an example."""
+
+
+def command(
+    name: str, *, example: str, group: click.Group | None = None, lists: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], click.Command]:
     """Declare a command with the options every command has; it is called with an `Output`."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
@@ -88,9 +132,10 @@ def command(name: str, *, example: str) -> Callable[[Callable[..., Any]], click.
             click.option("--json", "json_mode", is_flag=True, help="Print one JSON document."),
         ):
             call = option(call)
-        decorated: click.Command = main_group.command(name, cls=ExampleCommand, example=example)(
-            call
+        declare = (group or main_group).command(
+            name, cls=ExampleCommand, example=example, lists=lists
         )
+        decorated: click.Command = declare(call)
         return decorated
 
     return decorate
@@ -357,6 +402,7 @@ def compare_command(output: Output, a: Path, b: Path, **options: Any) -> None:
 colibri inspect model.colibri --map
 colibri inspect ./Qwen3-30B-A3B --tensors
 colibri inspect model.colibri --blocks --json | jq '.blocks[0]'
+colibri inspect model.profile --html profile.html
 """,
 )
 @click.argument("path", type=PATH)
@@ -366,14 +412,22 @@ colibri inspect model.colibri --blocks --json | jq '.blocks[0]'
 @click.option("--layer", type=click.IntRange(0), help="Only this layer's blocks and tensors.")
 @click.option("--expert", type=click.IntRange(0), help="Only this expert's blocks.")
 @click.option("--tensor", help="Details of the tensor with this name.")
-def inspect_command(output: Output, path: Path, **options: Any) -> None:
-    """Show what a container or a checkpoint holds.
+@click.option("--html", type=PATH, help="Write a routing profile as one page that stands alone.")
+@click.option("--plot", type=PATH, help="Draw a routing profile: .png, .svg or .pdf.")
+def inspect_command(
+    output: Output, path: Path, html: Path | None, plot: Path | None, **options: Any
+) -> None:
+    """Show what a container, a checkpoint or a routing profile holds.
 
-    PATH is a container, a Hugging Face directory, a .safetensors or a .gguf file.
+    PATH is a container, a Hugging Face directory, a .safetensors or a .gguf file, or a profile.
     """
     from colibri_tools.inspect import inspect
+    from colibri_tools.profile.inspection import inspect_profile, wants_profile
 
-    report(output, inspect(path, **options))
+    if wants_profile(path, html=html, plot=plot):
+        report(output, inspect_profile(path, html=html, plot=plot, others=options))
+    else:
+        report(output, inspect(path, **options))
 
 
 @command(
@@ -709,3 +763,7 @@ def _run(args: list[str], output: Output) -> int:
     except MemoryError as error:
         output.failure("MemoryError", f"not enough memory{hints(error)}", EXIT_FAILED)
         return EXIT_FAILED
+
+
+# The commands about routing, in a module of their own, need what is declared above.
+from colibri_tools import cli_routing  # noqa: E402, F401

@@ -20,7 +20,9 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
@@ -33,7 +35,7 @@ from colibri_tools.errors import ColibriError
 __all__ = ["Output", "ProgressCallback", "Result", "format_bytes", "format_count", "parse_size"]
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with (bytes done, bytes in total)."""
+"""Called with what is done and what there is in total, mostly bytes."""
 
 _PIPE_WIDTH = 200
 _UNSAFE = re.compile("[\x7f-\x9f\ud800-\udfff]")
@@ -138,17 +140,25 @@ class Output:
                 self.err.print(f"[bold red]error:[/bold red] {escape(message)}", soft_wrap=True)
 
     @contextmanager
-    def progress(self, what: str) -> Iterator[ProgressCallback]:
-        """Yield a callback that moves a progress bar of bytes; a no-op off a terminal."""
+    def progress(self, what: str, unit: str = "bytes") -> Iterator[ProgressCallback]:
+        """Yield a callback that moves a progress bar of bytes, or of another unit.
+
+        A no-op off a terminal.
+        """
         if self.quiet or not self.err.is_terminal:
             yield lambda done, total: None
             return
+        amount: tuple[ProgressColumn, ...] = (
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+        )
+        if unit != "bytes":
+            amount = (MofNCompleteColumn(), TextColumn(unit))
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            *amount,
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self.err, transient=True) as bar:

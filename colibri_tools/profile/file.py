@@ -50,6 +50,7 @@ N_REUSE_BINS = 24
 and first selections are not counted."""
 
 _META = "meta.json"
+_UNFINISHED = "unfinished"
 _MAX_FILE_BYTES = 64 << 30
 _MAX_META_BYTES = 64 << 20
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -194,18 +195,33 @@ def save_profile(profile: RoutingProfile, path: Path, *, force: bool = False) ->
         raise
 
 
-def _write_zip(profile: RoutingProfile, out: Any) -> None:
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, allowZip64=True) as archive:
-        meta = json.dumps(_meta(profile), indent=1, ensure_ascii=False).encode()
-        archive.writestr(_member(_META), meta)
+def write_partial(profile: RoutingProfile, state: dict[str, Any], path: Path) -> int:
+    """Write an unfinished profile and the `state` of its job to a new file; return it, open."""
+    check_profile(profile, str(path))
+    with path.open("xb") as out:
+        _write_zip(profile, out, {_UNFINISHED: state}, zipfile.ZIP_STORED)
+        out.flush()
+        os.fsync(out.fileno())
+        return os.dup(out.fileno())
+
+
+def _write_zip(
+    profile: RoutingProfile,
+    out: Any,
+    more: dict[str, Any] | None = None,
+    method: int = zipfile.ZIP_DEFLATED,
+) -> None:
+    with zipfile.ZipFile(out, "w", method, allowZip64=True) as archive:
+        meta = json.dumps(_meta(profile) | (more or {}), indent=1, ensure_ascii=False).encode()
+        archive.writestr(_member(_META, method), meta)
         for name, array in sorted(profile.arrays().items()):
-            with archive.open(_member(f"{name}.npy"), "w", force_zip64=True) as member:
+            with archive.open(_member(f"{name}.npy", method), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
 
 
-def _member(name: str) -> zipfile.ZipInfo:
+def _member(name: str, method: int) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(name, _EPOCH)
-    info.compress_type = zipfile.ZIP_DEFLATED
+    info.compress_type = method
     info.external_attr = 0o644 << 16
     return info
 
@@ -249,6 +265,25 @@ def is_profile(path: Path) -> bool:
 
 def load_profile(path: Path) -> RoutingProfile:
     """Read and check a profile. Raises FormatError for anything that is not a sound one."""
+    meta, profile = _load(path)
+    if _UNFINISHED in meta:
+        raise FormatError(
+            f"{path}: an interrupted profile-routing left it, and it is not complete; the same "
+            "command goes on with it"
+        )
+    return profile
+
+
+def load_partial(path: Path) -> tuple[RoutingProfile, dict[str, Any]]:
+    """Read what `write_partial` wrote. Raises FormatError."""
+    meta, profile = _load(path)
+    state = meta.get(_UNFINISHED)
+    if not isinstance(state, dict):
+        raise FormatError(f"{path}: is no unfinished profile")
+    return profile, state
+
+
+def _load(path: Path) -> tuple[dict[str, Any], RoutingProfile]:
     try:
         with zipfile.ZipFile(path) as archive:
             meta = _read_meta(archive, path)
@@ -263,7 +298,7 @@ def load_profile(path: Path) -> RoutingProfile:
         raise FormatError(f"{path}: the profile is damaged ({error})") from error
     profile = _assemble(meta, arrays, path)
     check_profile(profile, str(path))
-    return profile
+    return meta, profile
 
 
 def _read_meta(archive: zipfile.ZipFile, path: Path) -> dict[str, Any]:

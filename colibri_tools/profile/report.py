@@ -68,7 +68,7 @@ class ProfileReport:
         """Return in-sample coverage over all layers and domains."""
         return coverage(self.profile.counts(), self.profile.mask())
 
-    def notes(self) -> Iterator[str]:
+    def findings(self) -> Iterator[str]:
         """Say what a reader should know before believing the numbers."""
         p = self.profile
         cells = int(p.mask().sum())
@@ -132,7 +132,7 @@ class ProfileReport:
             "ordering": {"benefit_expected": pays, "why": why},
             "has_trace": p.trace is not None,
             "has_importance": bool(p.inputs),
-            "notes": list(self.notes()),
+            "notes": list(self.findings()),
         }
 
     def render(self, console: Console) -> None:
@@ -157,7 +157,7 @@ class ProfileReport:
         recall = _early_recall(p)
         if recall is not None:
             console.print(f"Routers applied a layer early foresaw {recall:.0%} of experts.")
-        for line in self.notes():
+        for line in self.findings():
             console.print(f"- {line}")
 
 

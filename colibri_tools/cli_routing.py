@@ -1,0 +1,162 @@
+"""The commands about routing: profiles, simulation, plans, partial containers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from colibri_tools.cli import (
+    PATH,
+    SIZE,
+    ExampleGroup,
+    command,
+    main_group,
+    report,
+)
+from colibri_tools.output import Output
+
+__all__: list[str] = []
+
+force_option = click.option("--force", is_flag=True, help="Replace an existing file.")
+out_option = click.option("-o", "--out", required=True, type=PATH, help="The file to write.")
+
+
+@command(
+    "profile-routing",
+    lists=("--text", "--domain", "--tokens-file"),
+    example="""
+colibri profile-routing model.colibri --text book.txt -o model.profile
+colibri profile-routing model.colibri --domain code=a.py b.py --domain prose=c.txt -o m.profile
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--text", "texts", multiple=True, type=PATH, help="UTF-8 text files.")
+@click.option(
+    "--domain", "domains", multiple=True, metavar="NAME=FILE", help="Text files of a domain."
+)
+@click.option(
+    "--tokens-file",
+    "token_files",
+    multiple=True,
+    metavar="[NAME=]FILE",
+    help="Token ids instead of text, a text on each line.",
+)
+@click.option("-o", "--out", required=True, type=PATH, help="The profile to write.")
+@click.option(
+    "--generate",
+    type=click.IntRange(0),
+    default=0,
+    help="Also draw so many tokens behind each text, counted as decode.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, help="For --generate; default 0.", metavar="N"
+)
+@click.option("--trace", is_flag=True, help="Keep every choice, for simulate.")
+@click.option("--importance", is_flag=True, help="Sum up the squares of what experts multiply.")
+@click.option(
+    "--ctx", type=click.IntRange(1), help="Longer texts are cut into windows of so many tokens."
+)
+@click.option("--batch-size", type=click.IntRange(1), help="Tokens at once; default: up to 4096.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="0 = all cores.")
+@click.option("--io-threads", type=click.IntRange(0, 64), default=0, help="Reads at once.")
+@click.option("--ram-budget", type=SIZE, help="All memory, but Python's.")
+@click.option("--expert-cache", type=SIZE, help="Memory for experts.")
+@click.option(
+    "--precision",
+    type=click.Choice(("exact", "fast")),
+    default="exact",
+    show_default=True,
+    help="fast quantizes activations where weights are.",
+)
+@force_option
+@click.option("--restart", is_flag=True, help="Discard what an interrupted job left.")
+def profile_routing_command(
+    output: Output,
+    path: Path,
+    domains: Sequence[str],
+    token_files: Sequence[str],
+    **settings: Any,
+) -> None:
+    """Count which experts texts use, and write it as a profile.
+
+    Texts longer than --ctx are cut into windows, each a sequence of its own. An interrupted job
+    leaves OUT.partial, and the same command goes on from there.
+    """
+    from colibri_tools.profile.profiling import profile_routing
+    from colibri_tools.profile.texts import named_paths
+
+    with output.progress(f"profile {path.name}", unit="tokens") as progress:
+        result = profile_routing(
+            path,
+            domains=named_paths("--domain", domains),
+            token_files=named_paths("--tokens-file", token_files, default="text"),
+            progress=progress,
+            **settings,
+        )
+    report(output, result)
+
+
+@main_group.group(
+    "profile",
+    cls=ExampleGroup,
+    example="""
+colibri profile merge monday.profile tuesday.profile -o both.profile
+colibri profile export model.profile --usage usage.txt
+""",
+)
+def profile_group() -> None:
+    """Add routing profiles, and exchange them with other tools."""
+
+
+@command(
+    "merge",
+    group=profile_group,
+    example="colibri profile merge monday.profile tuesday.profile -o both.profile",
+)
+@click.argument("paths", nargs=-1, required=True, type=PATH)
+@out_option
+@force_option
+def profile_merge_command(output: Output, paths: Sequence[Path], **settings: Any) -> None:
+    """Add profiles of one model together; domains of the same name become one."""
+    from colibri_tools.profile.files import merge_files
+
+    report(output, merge_files(paths, **settings))
+
+
+@command(
+    "export",
+    group=profile_group,
+    example="""
+colibri profile export model.profile --usage usage.txt
+colibri profile export model.profile --trace-csv trace.csv
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--usage", type=PATH, help="Write lines 'layer expert count'.")
+@click.option("--trace-csv", type=PATH, help="Write token,layer,rank,expert,weight.")
+@force_option
+def profile_export_command(output: Output, path: Path, **settings: Any) -> None:
+    """Write a profile's selections as text, or its trace as CSV."""
+    from colibri_tools.profile.files import export_profile
+
+    report(output, export_profile(path, **settings))
+
+
+@command(
+    "import",
+    group=profile_group,
+    example="colibri profile import imatrix.gguf --model model.colibri -o model.profile",
+)
+@click.argument("path", type=PATH)
+@click.option("--model", required=True, type=PATH, help="A container or checkpoint of the model.")
+@click.option("--domain", default="imported", show_default=True, help="What to call the texts.")
+@out_option
+@force_option
+def profile_import_command(output: Output, path: Path, **settings: Any) -> None:
+    """Make a profile from PATH: usage text, a CSV trace, or a GGUF importance matrix."""
+    from colibri_tools.profile.files import import_profile
+
+    report(output, import_profile(path, **settings))
