@@ -357,8 +357,7 @@ def _run(job: _Job, checkpoint: Checkpoint, every: float, progress: Progress) ->
                 done += 1
                 saver.maybe(profiler, done)
         except BaseException as error:
-            # Sums of squares hold a part of the batch that failed: the last checkpoint stays.
-            if done > n_kept and not job.settings.importance:
+            if done > n_kept and profiler.is_whole():
                 saver.save(profiler, done)
             if checkpoint.kept is not None:
                 add_hint(
@@ -406,6 +405,7 @@ class _Profiler:
 
     def __init__(self, job: _Job, engine: Engine, totals: Totals) -> None:
         self.job, self.engine, self.totals = job, engine, totals
+        self._within_batch = False
         widest = job.model.widest if job.settings.importance else None
         self.seen = Observation.make(engine.info, job.plan["ctx"], widest)
         inputs = totals.profile.inputs
@@ -413,6 +413,10 @@ class _Profiler:
             self.seen.inputs[:] = inputs["gate"]
             self.seen.hidden[:] = inputs["down"]
         engine.observe(self.seen)
+
+    def is_whole(self) -> bool:
+        """Return whether no sum of squares holds a part of a batch that failed."""
+        return self.seen.inputs is None or not self._within_batch
 
     def profile(self) -> RoutingProfile:
         """Return the profile of all batches so far."""
@@ -423,6 +427,7 @@ class _Profiler:
     def evaluate(self, batch: list[Window]) -> None:
         """Evaluate windows together, generate behind those that end a text, and count."""
         engine, generate = self.engine, self.job.settings.generate
+        self._within_batch = True
         writing = [s for s, window in enumerate(batch) if window.ends and generate]
         for sequence in range(engine.info.n_sequences):
             engine.rewind(0, sequence)
@@ -430,6 +435,7 @@ class _Profiler:
         logits = engine.eval_many(tokens, [int(s in writing) for s in tokens])
         self._generate(batch, {s: logits[s][-1] for s in writing})
         self.totals.add(self._choices(batch))
+        self._within_batch = False
 
     def _generate(self, batch: list[Window], logits: dict[int, Any]) -> None:
         """Draw tokens, one of every text at once: each step reads a distinct expert once."""
