@@ -26,6 +26,7 @@ from colibri_tools.families.result import (
 )
 from colibri_tools.planner import RepackOptions, plan_mapping
 from colibri_tools.profile.fingerprint import container_fingerprint
+from colibri_tools.profile.orders import order_blocks
 from colibri_tools.profile.routing import load_routing
 from colibri_tools.quantize.encoding import Encoding
 from colibri_tools.repack import Job, Meter, Progress, RepackResult, convert, give_importance
@@ -112,6 +113,8 @@ def _rewrite(
         mapping = container_mapping(source, container)
         give_importance(encoding, importance, mapping, lambda: container_fingerprint(container))
         provenance = _provenance(source, container)
+        if encoding is None and _is_in_place(container, options):
+            provenance = dict(container.provenance)  # nothing changes, to the last byte
         plan = plan_mapping(source, mapping, options, provenance, _text(container))
         return convert(plan, source, out, job, Meter(job.progress), started)
 
@@ -121,6 +124,19 @@ def _text(container: Container) -> TextParts:
     places = {kind: (offset, n_bytes) for kind, offset, n_bytes in container.sections}
     place = places.get(SectionKind.TOKENIZER)
     return TextParts(tables=None if place is None else container.read(*place))
+
+
+def _is_in_place(container: Container, options: RepackOptions) -> bool:
+    """Whether a container is what reordering it would make."""
+    profile = None if options.routing is None else options.routing.profile
+    recorded = {} if options.routing is None else options.routing.provenance()
+    recorded["recipe.order"] = container.spec["order"]
+    if options.order != container.spec["order"] or any(
+        container.provenance.get(key) != value for key, value in recorded.items()
+    ):
+        return False
+    n_experts = tuple(row.n_experts for row in container.rows)
+    return order_blocks(options.order, n_experts, profile) == _present_order(container)
 
 
 def _present_order(container: Container) -> list[tuple[int, int]]:

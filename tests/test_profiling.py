@@ -304,12 +304,7 @@ def test_orders_leave_logits_identical_and_twice_is_as_once(domains: Any, tmp_pa
         reorder(container, once, routing=path, order=order)
         assert np.array_equal(logits(once, tokens), expected)
         reorder(once, twice, routing=path, order=order)
-        a, b = once.read_bytes(), twice.read_bytes()
-        with colibri_tools.open(once) as x, colibri_tools.open(twice) as y:
-            assert np.array_equal(x.index, y.index)
-            assert x.spec == y.spec
-            offset = x.data_offset
-            assert a[offset:] == b[y.data_offset :]
+        assert once.read_bytes() == twice.read_bytes() != container.read_bytes()
 
 
 # -- going on --------------------------------------------------------------------------------------
