@@ -1,0 +1,344 @@
+"""`colibri simulate`: a trace against caches of other sizes and policies, and what it would cost.
+
+The engine's own policy is not imitated: its expert store replays the trace, with reads that bring
+nothing. Every token is replayed as decoding does it, one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from colibri_tools.container import Container
+from colibri_tools.container import open as open_container
+from colibri_tools.container.format import Stream
+from colibri_tools.engine import Engine, Memory, estimate, probe_drive
+from colibri_tools.errors import ColibriError, FormatError, UsageError
+from colibri_tools.native import ffi, lib
+from colibri_tools.output import format_bytes
+from colibri_tools.profile.file import RoutingProfile
+from colibri_tools.profile.fingerprint import container_fingerprint
+from colibri_tools.profile.replay import Requests, replay, requests_of
+from colibri_tools.profile.routing import load_routing
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "CacheResult",
+    "ComputeTime",
+    "Rate",
+    "Simulation",
+    "engine_hits",
+    "main_rows",
+    "measure_compute",
+    "simulate",
+]
+
+PathLike = str | os.PathLike[str]
+
+POLICIES = ("engine", "lru", "lfu", "static", "belady")
+
+_MAX_CHOICES = 1_000_000
+"""Of a longer trace the first tokens are replayed."""
+
+_CURVE_POINTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What the drive gives, bytes per second, and how that is known: "given" or "measured"."""
+
+    bytes_per_second: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTime:
+    """Seconds of a token whose experts are all in memory: computing experts, and all else."""
+
+    experts: float
+    other: float
+
+    def token_seconds(self, io_seconds: float) -> float:
+        """Return a token's time. Experts are computed while others are being read."""
+        return self.other + max(self.experts, io_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheResult:
+    """One cache size: hit rates by policy, and by the engine's what a token reads and takes.
+
+    `tokens_per_second` is None where nothing says how fast the drive is; without a time for
+    computing it is what the drive allows at most. `below_token`: smaller than one token's experts.
+    """
+
+    cache_bytes: int
+    ram_bytes: int | None
+    blocks: int
+    hit_rates: dict[str, float]
+    bytes_per_token: float
+    tokens_per_second: float | None
+    below_token: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The replay of a trace: results by cache size, and hit rates of LRU and engine by size."""
+
+    model: str
+    n_tokens: int
+    trace_tokens: int
+    token_bytes: int
+    all_bytes: int
+    rate: Rate | None
+    compute: ComputeTime | None
+    results: tuple[CacheResult, ...]
+    curve: tuple[tuple[int, float, float], ...]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as data; `curve` is [{cache_bytes, engine, lru}]."""
+        return {
+            "model": self.model,
+            "tokens": self.n_tokens,
+            "trace_tokens": self.trace_tokens,
+            "token_bytes": self.token_bytes,
+            "all_experts_bytes": self.all_bytes,
+            "drive": None if self.rate is None else asdict(self.rate),
+            "compute": None if self.compute is None else asdict(self.compute),
+            "caches": [asdict(result) for result in self.results],
+            "curve": [
+                {"cache_bytes": n, "engine": engine, "lru": lru} for n, engine, lru in self.curve
+            ],
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+        }
+
+    def render(self, console: Console) -> None:
+        """Print the tables."""
+        from colibri_tools.profile.simulate_view import render
+
+        render(self, console)
+
+
+def simulate(
+    profile: PathLike,
+    model: PathLike,
+    *,
+    ram: Sequence[int] = (),
+    expert_cache: Sequence[int] = (),
+    disk: float | None = None,
+    compute: float | None = None,
+    max_choices: int = _MAX_CHOICES,
+) -> Simulation:
+    """Replay the trace of `profile` with the container `model` for several cache sizes.
+
+    `ram` are memory budgets, shared out as `run` does it; `expert_cache` sizes of the cache
+    alone, both in bytes. `disk` is in bytes per second, None measures; `compute` are seconds of a
+    token that misses nothing, None measures one. Raises UsageError for a profile of another model
+    or without a trace, FormatError and JobError.
+    """
+    if not ram and not expert_cache:
+        raise UsageError("give --ram or --expert-cache: how much memory there is")
+    with open_container(model) as container:
+        routing = load_routing(Path(profile), container_fingerprint(container)).profile
+        rows, block_bytes = main_rows(container), _mean_block(container)
+    if routing.trace is None or not len(routing.trace.experts):
+        raise UsageError(f"{profile}: has no trace to replay; profile-routing --trace keeps one")
+    experts = routing.trace.experts
+    kept = experts[: max(1, max_choices // (experts.shape[1] * experts.shape[2]))]
+    memories = [estimate(model, ram_budget=budget) for budget in ram]
+    sizes = [(m.cache_bytes, budget) for m, budget in zip(memories, ram, strict=True)]
+    limits = estimate(model, ram_budget=(1 << 63) - 1)
+    sizes += [(_checked_cache(size, limits), None) for size in expert_cache]
+    rate = _rate(model, disk)
+    time, notes = _compute_time(model, limits, compute)
+    job = _Replay(os.fspath(model), rows, block_bytes, kept, routing, limits, rate, time)
+    results = tuple(job.result(size, budget) for size, budget in sizes)
+    if len(kept) < len(experts):
+        notes.append(f"the first {len(kept)} of {len(experts)} tokens of the trace are replayed")
+    return Simulation(
+        model=os.fspath(model),
+        n_tokens=len(kept),
+        trace_tokens=len(experts),
+        token_bytes=limits.token_bytes,
+        all_bytes=limits.all_experts_bytes,
+        rate=rate,
+        compute=time,
+        results=results,
+        curve=job.curve(),
+        notes=tuple(notes),
+        warnings=tuple(job.warnings(results)),
+    )
+
+
+def _checked_cache(size: int, limits: Memory) -> int:
+    if size < limits.min_cache_bytes:
+        raise UsageError(
+            f"--expert-cache: expected at least {limits.min_cache_bytes} bytes (two blocks), "
+            f"found {size}"
+        )
+    return min(size, limits.all_experts_bytes)
+
+
+def _rate(model: PathLike, disk: float | None) -> Rate | None:
+    if disk is not None:
+        return Rate(disk, "given")
+    drive = probe_drive(model)
+    return Rate(drive.bytes_per_second, "measured") if drive.bytes_per_second else None
+
+
+def _compute_time(
+    model: PathLike, limits: Memory, compute: float | None
+) -> tuple[ComputeTime | None, list[str]]:
+    if compute is not None:
+        return ComputeTime(0.0, compute), []
+    try:
+        return measure_compute(model, limits), []
+    except ColibriError as error:
+        return None, [f"time to compute is left out, as it could not be measured: {error.message}"]
+
+
+def measure_compute(model: PathLike, limits: Memory, n: int = 4) -> ComputeTime:
+    """Evaluate a token again and again with its experts in memory. Raises what opening raises."""
+    cache = min(limits.all_experts_bytes, max(limits.token_bytes, limits.min_cache_bytes))
+    with Engine(model, precision="fast", ctx=16, expert_cache=cache, check="never") as engine:
+        seconds = []
+        for _ in range(n + 1):
+            engine.rewind(0)
+            engine.reset_stats()
+            engine.eval([1])
+            stats = engine.stats()
+            own = stats.seconds - stats.io_wait_seconds
+            seconds.append((own, stats.experts_seconds))
+        best = min(seconds[1:])
+    return ComputeTime(best[1], best[0] - best[1])
+
+
+# --- replaying ------------------------------------------------------------------------------------
+
+
+def main_rows(container: Container) -> tuple[int, ...]:
+    """Return the row numbers of the layers that every token goes through."""
+    return tuple(i for i, row in enumerate(container.rows) if row.stream == Stream.MAIN)
+
+
+def _mean_block(container: Container) -> float:
+    """Bytes of memory that a block takes on average."""
+    sizes = [
+        -(-container.layout_of(row, expert).n_bytes // 4096) * 4096
+        for row in main_rows(container)
+        for expert in range(container.rows[row].n_experts)
+    ]
+    return sum(sizes) / len(sizes)
+
+
+class _Replay:
+    """A trace against caches. Policies but the engine's count blocks of the average size."""
+
+    def __init__(
+        self,
+        model: str,
+        rows: tuple[int, ...],
+        block_bytes: float,
+        experts: npt.NDArray[np.uint16],
+        routing: RoutingProfile,
+        limits: Memory,
+        rate: Rate | None,
+        compute: ComputeTime | None,
+    ) -> None:
+        self.model, self.rows, self.experts = model, rows, experts
+        self.limits, self.rate, self.compute = limits, rate, compute
+        self.requests: Requests = requests_of(experts, routing.n_experts)
+        self.counts = routing.counts()[routing.mask()]
+        self.block_bytes = block_bytes
+
+    def result(self, cache_bytes: int, ram_bytes: int | None) -> CacheResult:
+        """Replay with every policy."""
+        hits, misses, bytes_read = engine_hits(self.model, self.experts, self.rows, cache_bytes)
+        capacity = int(cache_bytes / self.block_bytes)
+        rates = {"engine": hits / (hits + misses)}
+        for policy in POLICIES[1:]:
+            rates[policy] = replay(policy, self.requests, capacity, self.counts)
+        per_token = bytes_read / len(self.experts)
+        return CacheResult(
+            cache_bytes=cache_bytes,
+            ram_bytes=ram_bytes,
+            blocks=capacity,
+            hit_rates=rates,
+            bytes_per_token=per_token,
+            tokens_per_second=self._speed(per_token),
+            below_token=cache_bytes < min(self.limits.token_bytes, self.limits.all_experts_bytes),
+        )
+
+    def _speed(self, bytes_per_token: float) -> float | None:
+        if self.rate is None:
+            return None
+        io_seconds = bytes_per_token / self.rate.bytes_per_second
+        seconds = io_seconds if self.compute is None else self.compute.token_seconds(io_seconds)
+        return 1 / seconds if seconds > 0 else None
+
+    def curve(self) -> tuple[tuple[int, float, float], ...]:
+        """Hit rates of the engine and of LRU, from two blocks to all of them."""
+        least, most = self.limits.min_cache_bytes, self.limits.all_experts_bytes
+        sizes = {int(least + (most - least) * i / _CURVE_POINTS) for i in range(_CURVE_POINTS + 1)}
+        points = []
+        for size in sorted(sizes):
+            hits, misses, _ = engine_hits(self.model, self.experts, self.rows, size)
+            lru = replay("lru", self.requests, int(size / self.block_bytes), self.counts)
+            points.append((size, hits / (hits + misses), lru))
+        return tuple(points)
+
+    def warnings(self, results: Sequence[CacheResult]) -> list[str]:
+        """Name the cliff of LRU where a cache is below it."""
+        below = [r.cache_bytes for r in results if r.below_token]
+        if not below:
+            return []
+        return [
+            f"a cache of {format_bytes(max(below))} is smaller than what one token uses "
+            f"({format_bytes(self.limits.token_bytes)}): below that size least-recently-used "
+            "evicts every expert before its layer comes round again"
+        ]
+
+
+def engine_hits(
+    model: PathLike,
+    experts: npt.NDArray[np.uint16],
+    rows: Sequence[int],
+    cache_bytes: int,
+    *,
+    preload: bool = False,
+) -> tuple[int, int, int]:
+    """Return hits, misses and bytes read when the engine's store replays a trace.
+
+    `experts` are [tokens, rows, top_k], `rows` their row numbers in the container. With `preload`
+    the cache is filled with the first blocks of the file before. Raises FormatError.
+    """
+    n, n_rows, k = experts.shape
+    flat = np.ascontiguousarray(experts, np.uint32)
+    row_numbers = np.array(rows, np.uint32)
+    found, text = ffi.new("clb_simulation *"), ffi.new("char[]", lib.COLIBRI_ERROR_BYTES)
+    ok = lib.clb_simulate(
+        os.fsencode(model),
+        cache_bytes,
+        preload,
+        ffi.from_buffer("uint32_t[]", row_numbers),
+        n_rows,
+        ffi.from_buffer("uint32_t[]", flat),
+        n,
+        k,
+        found,
+        text,
+        len(text),
+    )
+    if not ok:
+        raise FormatError(f"{os.fspath(model)}: {ffi.string(text).decode('utf-8', 'replace')}")
+    return int(found.hits), int(found.misses), int(found.bytes_read)
