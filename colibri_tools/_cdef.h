@@ -1,4 +1,4 @@
-/* What Python needs of csrc/: checksums and decoding. */
+/* What Python needs beside colibri.h: checksums and decoding. */
 uint32_t clb_crc32c(uint32_t crc, const void *p, size_t n);
 int clb_dequantize_best(uint32_t type, const void *src, float *dst, size_t n);
 uint64_t clb_find_nonfinite(uint32_t type, const void *src, uint64_t n_weights);
@@ -13,3 +13,12 @@ typedef struct {
 } clb_loss;
 int clb_add_loss(uint32_t type, const void *encoded, const float *x, size_t n_rows, size_t n_cols,
                  const float *importance, clb_loss *loss);
+
+/* Replaying traces: see runtime/src/simulate.h. */
+typedef struct {
+  uint64_t hits, misses;
+  uint64_t bytes_read;
+} clb_simulation;
+bool clb_simulate(const char *path, uint64_t cache_bytes, bool preload, const uint32_t *rows, size_t n_rows,
+                  const uint32_t *experts, size_t n_tokens, size_t k, clb_simulation *out, char *error,
+                  size_t error_bytes);

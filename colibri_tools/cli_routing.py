@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,9 +16,15 @@ from colibri_tools.cli import (
     main_group,
     report,
 )
-from colibri_tools.output import Output
+from colibri_tools.output import Output, parse_rate
 
 __all__: list[str] = []
+
+if TYPE_CHECKING:
+    ListParam = click.ParamType[list[int]]
+    FloatParam = click.ParamType[float]
+else:
+    ListParam = FloatParam = click.ParamType  # subscriptable from click 8.4 on
 
 force_option = click.option("--force", is_flag=True, help="Replace an existing file.")
 out_option = click.option("-o", "--out", required=True, type=PATH, help="The file to write.")
@@ -160,3 +166,77 @@ def profile_import_command(output: Output, path: Path, **settings: Any) -> None:
     from colibri_tools.profile.files import import_profile
 
     report(output, import_profile(path, **settings))
+
+
+class SizesType(ListParam):
+    """One size or several, separated by commas: 16G or 8G,16G,32G."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        return [SIZE.convert(part, param, ctx) for part in value.split(",")]
+
+
+class RateType(FloatParam):
+    """Bytes per second: 3.5GB/s, 800M, 2GiB/s."""
+
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_rate(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZES, RATE = SizesType(), RateType()
+sizes_help = "A size or several: 16G,32G."
+
+
+@command(
+    "simulate",
+    example="""
+colibri simulate model.profile model.colibri --ram 16G,32G --disk 3.5GB/s
+colibri simulate model.profile model.colibri --expert-cache 4G,8G
+""",
+)
+@click.argument("profile", type=PATH)
+@click.argument("model", type=PATH)
+@click.option("--ram", type=SIZES, default=(), help=f"Memory of the whole model. {sizes_help}")
+@click.option("--expert-cache", type=SIZES, default=(), help=f"The expert cache. {sizes_help}")
+@click.option("--disk", type=RATE, help="What the drive gives, as 3.5GB/s; default: measured.")
+@click.option(
+    "--compute", type=float, metavar="SECONDS", help="Of a token in memory; default: measured."
+)
+def simulate_command(output: Output, profile: Path, model: Path, **settings: Any) -> None:
+    """Replay a profile's trace with caches of several sizes and policies.
+
+    PROFILE was made with profile-routing --trace, MODEL is a container of the same model. The
+    engine's own policy is replayed by its expert store itself.
+    """
+    from colibri_tools.profile.simulate import simulate
+
+    report(output, simulate(profile, model, **settings))
+
+
+@command(
+    "plan",
+    example="""
+colibri plan model.colibri --ram 16G,32G --disk 3.5GB/s
+colibri plan model.colibri --ram 16G --routing model.profile
+""",
+)
+@click.argument("path", type=PATH)
+@click.option("--ram", type=SIZES, required=True, help=f"Memory of the whole model. {sizes_help}")
+@click.option("--disk", type=RATE, help="What the drive gives, as 3.5GB/s; default: measured.")
+@click.option("--routing", type=PATH, help="A routing profile of this model.")
+@click.option("--ctx", type=click.IntRange(1), help="Positions to make room for.")
+def plan_command(output: Output, path: Path, **settings: Any) -> None:
+    """Show how memory would be split, and what speed the drive allows."""
+    from colibri_tools.plan import plan_memory
+
+    report(output, plan_memory(path, **settings))

@@ -32,7 +32,15 @@ from rich.segment import Segment
 
 from colibri_tools.errors import ColibriError
 
-__all__ = ["Output", "ProgressCallback", "Result", "format_bytes", "format_count", "parse_size"]
+__all__ = [
+    "Output",
+    "ProgressCallback",
+    "Result",
+    "format_bytes",
+    "format_count",
+    "parse_rate",
+    "parse_size",
+]
 
 ProgressCallback = Callable[[int, int], None]
 """Called with what is done and what there is in total, mostly bytes."""
@@ -227,3 +235,21 @@ def parse_size(text: str) -> int:
     if suffix not in _SUFFIXES or not number.replace(".", "", 1).isdigit():
         raise ValueError(f"'{text}' is not a size; write for example 4096, 64K or 4G (= 4 GiB)")
     return int(float(number) * _SUFFIXES[suffix])
+
+
+_RATE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b?(?:/s)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_rate(text: str) -> float:
+    """Return bytes per second of '3.5GB/s', '800M' (decimal, as drives are sold) or '2GiB/s'.
+
+    Raises ValueError.
+    """
+    match = _RATE.fullmatch(text.strip())
+    rate = 0.0
+    if match is not None:
+        rate = float(match[1]) * float(1024 if match[3] else 1000) ** _POWERS[match[2].lower()]
+    if rate <= 0:
+        raise ValueError(f"'{text}' is not a rate; write for example 3.5GB/s or 800MB/s")
+    return rate

@@ -146,7 +146,7 @@ def plan_memory(
 
 def _budget(model: _Model, ram: int, rate: float, ctx: int | None) -> BudgetPlan:
     try:
-        memory = estimate(model.path, ram_budget=ram, ctx=ctx)
+        memory = estimate(model.path, ram_budget=ram, ctx=ctx, precision="fast")
     except UsageError:
         raise
     except ColibriError as error:

@@ -14,6 +14,7 @@ INCLUDES = """
 #include "colibri.h"
 #include "colibri_tokenizer.h"
 #include "quantize.h"
+#include "simulate.h"
 """
 
 

@@ -50,6 +50,8 @@ _MAX_CHOICES = 1_000_000
 
 _CURVE_POINTS = 16
 
+_NO_BUDGET = (1 << 63) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -155,9 +157,11 @@ def simulate(
         raise UsageError(f"{profile}: has no trace to replay; profile-routing --trace keeps one")
     experts = routing.trace.experts
     kept = experts[: max(1, max_choices // (experts.shape[1] * experts.shape[2]))]
-    memories = [estimate(model, ram_budget=budget) for budget in ram]
-    sizes = [(m.cache_bytes, budget) for m, budget in zip(memories, ram, strict=True)]
-    limits = estimate(model, ram_budget=(1 << 63) - 1)
+    memories = [estimate(model, ram_budget=budget, precision="fast") for budget in ram]
+    sizes: list[tuple[int, int | None]] = [
+        (m.cache_bytes, budget) for m, budget in zip(memories, ram, strict=True)
+    ]
+    limits = estimate(model, ram_budget=_NO_BUDGET, precision="fast")
     sizes += [(_checked_cache(size, limits), None) for size in expert_cache]
     rate = _rate(model, disk)
     time, notes = _compute_time(model, limits, compute)

@@ -52,6 +52,7 @@ typedef struct {
 extern const clb_io_backend clb_io_pread;  // a pool of threads that call pread
 extern const clb_io_backend clb_io_uring;  // one ring, no threads
 extern const clb_io_backend clb_io_mmap;   // a pool of threads that bring in pages of a mapped file
+extern const clb_io_backend clb_io_none;   // brings nothing, at once
 
 // The pool of threads of clb_io_pread, for any way of reading: `run` reads all of one read, and returns its status.
 typedef int clb_run_read(const clb_file *file, clb_read *read);

@@ -114,9 +114,16 @@ static void *open_backend(clb_store *s, const clb_io_backend *backend, uint32_t 
   return backend->open(&setup, reason, reason_bytes);
 }
 
+static bool open_nothing(clb_store *s) {
+  if (!clb_cache_reserve(s)) return fail(s, "no addresses for an expert cache of %" PRIu64 " bytes", s->budget);
+  s->io = open_backend(s, &clb_io_none, 1, NULL, 0);
+  return s->io != NULL || fail(s, "no memory for a simulation");
+}
+
 // A backend that cannot be had is replaced by pread, and the reason kept.
 static bool open_io(clb_store *s, clb_io io, uint32_t n_threads) {
   char reason[128] = "";
+  if (s->dry) return open_nothing(s);
   if (io == CLB_IO_MMAP && map_file(s)) {
     if (!clb_file_open_buffered(&s->file, clb_container_fd(s->container), "", s->error, sizeof s->error)) return false;
     s->io = open_backend(s, &clb_io_mmap, n_threads, reason, sizeof reason);
@@ -179,8 +186,8 @@ static bool open_store(clb_store *s, const clb_store_options *options) {
   return true;
 }
 
-clb_store *clb_store_open(const clb_container *container, const clb_store_options *options, char *error,
-                          size_t error_bytes) {
+static clb_store *make_store(const clb_container *container, const clb_store_options *options, bool dry, char *error,
+                             size_t error_bytes) {
   if (error_bytes > 0) error[0] = 0;
   clb_store *s = calloc(1, sizeof *s);
   if (s == NULL) {
@@ -188,6 +195,7 @@ clb_store *clb_store_open(const clb_container *container, const clb_store_option
     return NULL;
   }
   s->container = container;
+  s->dry = dry;
   s->file.fd = -1;
   s->page = memory_page();
   s->n_free_transfers = N_TRANSFERS;
@@ -196,6 +204,16 @@ clb_store *clb_store_open(const clb_container *container, const clb_store_option
   snprintf(error, error_bytes, "%s", s->error);
   clb_store_close(s);
   return NULL;
+}
+
+clb_store *clb_store_open(const clb_container *container, const clb_store_options *options, char *error,
+                          size_t error_bytes) {
+  return make_store(container, options, false, error, error_bytes);
+}
+
+clb_store *clb_store_open_dry(const clb_container *container, uint64_t cache_bytes, char *error, size_t error_bytes) {
+  const clb_store_options options = {.cache_bytes = cache_bytes, .check = CLB_CHECK_NEVER};
+  return make_store(container, &options, true, error, error_bytes);
 }
 
 void clb_store_close(clb_store *s) {

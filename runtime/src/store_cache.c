@@ -99,7 +99,8 @@ bool clb_cache_allocate(clb_store *s) {
 bool clb_cache_reserve(clb_store *s) {
   uint64_t size;
   if (__builtin_mul_overflow(s->slot_bytes, (uint64_t)s->n_slots, &size) || size > SIZE_MAX) return false;
-  void *arena = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  const int access = s->dry ? PROT_NONE : PROT_READ | PROT_WRITE;
+  void *arena = mmap(NULL, (size_t)size, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (arena == MAP_FAILED) return false;
   s->arena = arena;
 #ifdef MADV_HUGEPAGE

@@ -116,6 +116,7 @@ struct clb_store {
   const clb_io_backend *backend;
   void *io;
   clb_check check;
+  bool dry;  // nothing is read, and the memory of the cache is not touched
   char reason[2 * sizeof(((clb_file *)0)->reason)];
 
   uint64_t page, all_bytes, budget, slot_bytes, piece_bytes;
@@ -171,6 +172,8 @@ void clb_slot_empty(clb_store *s, slot *x);
 slot *clb_slot_take(clb_store *s, block_state *b, const clb_block *block, bool pinned, double limit);
 
 // store.c
+// A store whose blocks cannot be looked at: what it keeps and what it would read is as ever.
+clb_store *clb_store_open_dry(const clb_container *container, uint64_t cache_bytes, char *error, size_t error_bytes);
 // Starts reading a block into its slot. There must be clb_pieces(s, n_bytes) free transfers.
 void clb_read_block(clb_store *s, slot *x, const clb_block *block, bool wanted);
 size_t clb_pieces(const clb_store *s, uint64_t n_bytes);
