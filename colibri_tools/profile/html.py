@@ -108,7 +108,8 @@ columns experts.</p>
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent), r = data.report;
 const get = id => document.getElementById(id), percent = x => (100 * x).toFixed(1) + " %";
-const palette = ["#1b1b1b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
+const palette = ["#1b1b1b", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
+  "#8c564b", "#9467bd", "#7f7f7f", "#bcbd22", "#17becf"];
 if (matchMedia("(prefers-color-scheme: dark)").matches) palette[0] = "#eeeeee";
 document.title = get("title").textContent = data.title;
 get("summary").textContent = `top ${r.top_k}, ${r.tokens.toLocaleString()} tokens, ` +
@@ -163,15 +164,18 @@ function plot(id, curves, x_label, y_label) {
     "text-anchor": "middle"}, y_label));
   curves.forEach((curve, i) => {
     const n = curve.y.length - 1, stroke = palette[i % palette.length];
+    const dash = i < palette.length ? "" : "5 3";
     const points = curve.y.map((y, k) => `${left + width * k / n} ${top + height * (1 - y)}`);
     const line = make("polyline", {points: points.join(), fill: "none", stroke,
-      "stroke-width": i ? 1.5 : 2.5});
+      "stroke-width": i ? 1.5 : 2.5, "stroke-dasharray": dash});
     line.append(make("title", {}, curve.name));
     svg.append(line);
-    const y = top + height - 8 - 14 * (curves.length - 1 - i);
-    svg.append(make("path", {d: `M${left + 170} ${y - 4}h18`, stroke, "stroke-width": 2}));
-    svg.append(make("text", {x: left + 194, y}, curve.name));
+    const x = left + width / 2 * (i % 2), y = top + height + 60 + 15 * Math.floor(i / 2);
+    svg.append(make("path", {d: `M${x} ${y - 4}h18`, stroke, "stroke-width": 2,
+      "stroke-dasharray": dash}));
+    svg.append(make("text", {x: x + 24, y}, curve.name));
   });
+  svg.setAttribute("viewBox", `0 0 430 ${top + height + 60 + 15 * Math.ceil(curves.length / 2)}`);
 }
 plot("coverage", data.curves, "hottest experts, % of all", "selections covered, %");
 if (data.caches.length) plot("caches", data.caches, "cache, % of all experts", "hit rate, %");

@@ -14,6 +14,7 @@ from colibri_tools.profile.stats import coverage_curve
 __all__ = ["plot_profile"]
 
 _FORMATS = (".png", ".svg", ".pdf")
+_N_COLORS = 10  # of matplotlib's cycle
 
 
 def plot_profile(profile: RoutingProfile, path: Path) -> None:
@@ -30,7 +31,8 @@ def plot_profile(profile: RoutingProfile, path: Path) -> None:
             f"plots need matplotlib ({error}); install it by 'pip install colibri-tools[plot]'"
         ) from error
     height = min(24.0, max(4.2, 0.16 * profile.n_rows + 1.6))
-    figure = Figure(figsize=(min(30.0, 9 + profile.max_experts / 24), height), layout="constrained")
+    width = min(30.0, 11 + profile.max_experts / 24)
+    figure = Figure(figsize=(width, height), layout="constrained")
     heat, cover = figure.subplots(1, 2, width_ratios=(2.2, 1))
     _heat(figure, heat, profile)
     _coverage(cover, profile)
@@ -75,6 +77,7 @@ def _coverage(axes: Any, profile: RoutingProfile) -> None:
                     share,
                     100 * coverage_curve(own, mask, whole - own),
                     linewidth=1,
+                    linestyle="-" if d < _N_COLORS else "--",
                     label=f"{name}, by the rest",
                 )
     axes.plot([0, 100], [0, 100], color="gray", linestyle=":", label="no preference")
@@ -86,4 +89,4 @@ def _coverage(axes: Any, profile: RoutingProfile) -> None:
         ylim=(0, 100),
     )
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", fontsize="small")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="small")  # beside the curves
