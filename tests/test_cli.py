@@ -20,7 +20,19 @@ from colibri_tools.cli import main_group
 from colibri_tools.output import format_bytes, format_count, parse_size
 from colibri_tools.repack import repack
 
-COMMANDS = sorted(main_group.commands)
+
+def tree(group: click.Group, prefix: str = "") -> dict[str, click.Command]:
+    """Return every command by its words: "repack", "profile", "profile merge"."""
+    found: dict[str, click.Command] = {}
+    for name, command in group.commands.items():
+        found[prefix + name] = command
+        if isinstance(command, click.Group):
+            found |= tree(command, f"{prefix}{name} ")
+    return found
+
+
+TREE = tree(main_group)
+COMMANDS = sorted(TREE)
 DOCS = Path(__file__).parent.parent / "docs" / "cli.md"
 
 
@@ -70,7 +82,7 @@ def test_repack_inspect_verify_run(tmp_path: Path, source: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_explains_and_ends_with_an_example(command: str) -> None:
     for flag in ("-h", "--help"):
-        done = colibri(command, flag)
+        done = colibri(*command.split(), flag)
         assert done.returncode == 0
         assert f"colibri {command}" in done.stdout.split("Example")[1]
 
@@ -78,10 +90,10 @@ def test_help_explains_and_ends_with_an_example(command: str) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_and_option_is_documented(command: str) -> None:
     text = DOCS.read_text()
-    section = re.search(rf"^## {command}$(.*?)(^## |\Z)", text, re.M | re.S)
+    section = re.search(rf"^## {command.split()[0]}$(.*?)(^## |\Z)", text, re.M | re.S)
     assert section, f"docs/cli.md has no section for {command}"
     common = {"--json", "--quiet", "-q", "--debug", "--help", "-h"}
-    for param in main_group.commands[command].params:
+    for param in TREE[command].params:
         if isinstance(param, click.Option):
             for name in {*param.opts} - common:
                 assert f"`{name}" in section[1], f"docs/cli.md does not explain {command} {name}"
@@ -90,7 +102,9 @@ def test_every_command_and_option_is_documented(command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_the_common_options(command: str) -> None:
-    options = {name for param in main_group.commands[command].params for name in param.opts}
+    if isinstance(TREE[command], click.Group):
+        return
+    options = {name for param in TREE[command].params for name in param.opts}
     assert options >= {"--json", "--quiet", "-q", "--debug"}
 
 
