@@ -62,6 +62,7 @@ typedef struct {
   bool pin_threads;
   colibri_precision precision;
   colibri_kv_type kv_type;
+  const char *mirror;
   uint64_t n_sequences;
 } colibri_options;
 
@@ -216,6 +217,8 @@ typedef struct {
   uint64_t prefetch_useful_bytes, prefetch_wasted_bytes;
   uint64_t prefetch_paused;
   uint64_t preloaded_bytes;
+  uint64_t mirror_bytes;
+  uint64_t mirror_failures;
   double preload_seconds;
 } colibri_metrics;
 

@@ -550,6 +550,7 @@ colibri run model.colibri --prompt-file a.txt --prompt-file b.txt --out answers
     default=0,
     help="Bytes of the expert cache that are filled at open, or 'all'; default: none.",
 )
+@click.option("--mirror", type=PATH, help="Read from this file what it has: see export.")
 @click.option(
     "--io",
     type=click.Choice(("auto", "pread", "io_uring", "mmap", "buffered")),

@@ -13,6 +13,7 @@ from colibri_tools.cli import (
     SIZE,
     ExampleGroup,
     command,
+    job_options,
     main_group,
     report,
 )
@@ -22,9 +23,10 @@ __all__: list[str] = []
 
 if TYPE_CHECKING:
     ListParam = click.ParamType[list[int]]
+    PairParam = click.ParamType[tuple[float | None, int | None]]
     FloatParam = click.ParamType[float]
 else:
-    ListParam = FloatParam = click.ParamType  # subscriptable from click 8.4 on
+    ListParam = FloatParam = PairParam = click.ParamType  # subscriptable from click 8.4 on
 
 force_option = click.option("--force", is_flag=True, help="Replace an existing file.")
 out_option = click.option("-o", "--out", required=True, type=PATH, help="The file to write.")
@@ -240,3 +242,53 @@ def plan_command(output: Output, path: Path, **settings: Any) -> None:
     from colibri_tools.plan import plan_memory
 
     report(output, plan_memory(path, **settings))
+
+
+class HottestType(PairParam):
+    """A share of all blocks, 40%, or a size, 20G."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not value.endswith("%"):
+            return None, SIZE.convert(value, param, ctx)
+        try:
+            share = float(value[:-1]) / 100
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            self.fail(f"'{value}' is no share; write for example 40%, or a size such as 20G")
+        return share, None
+
+
+@command(
+    "export",
+    example="""
+colibri export model.colibri --hottest 40% --routing model.profile -o /fast/hot.part
+colibri export hot.colibri --hottest 20G -o /fast/hot.part
+colibri run model.colibri --mirror /fast/hot.part --prompt "The file system is"
+""",
+)
+@click.argument("path", type=PATH)
+@click.option(
+    "--hottest", type=HottestType(), required=True, help="A share of all blocks, or a size."
+)
+@click.option("-o", "--out", required=True, type=PATH, help="The file to write.")
+@click.option("--routing", type=PATH, help="A routing profile of this model.")
+@job_options
+def export_command(
+    output: Output, path: Path, out: Path, hottest: tuple[float | None, int | None], **settings: Any
+) -> None:
+    """Write the hottest blocks of a container once more, for a faster drive.
+
+    Without --routing the container must be in the order of hotness. The file does not run by
+    itself: 'colibri run --mirror' reads from it what it has.
+    """
+    from colibri_tools.export import export
+
+    share, n_bytes = hottest
+    with output.progress(f"export {out.name}") as progress:
+        result = export(path, out, share=share, n_bytes=n_bytes, progress=progress, **settings)
+    report(output, result)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -174,6 +175,8 @@ class Stats:
     io_backend: str
     io_direct: bool
     io_reason: str
+    mirror_bytes: int
+    mirror_failures: int
 
     @property
     def hit_rate(self) -> float | None:
@@ -281,8 +284,9 @@ class Engine:
 
     `ram_budget` bounds all that `memory` counts, in bytes; None is what is available, less a
     reserve. `expert_cache` None is what the budget leaves, at most all experts; `preload` bytes
-    of it are read at open. `io` is one of `IO_MODES`, `io_threads` 0 the default number of reads
-    at once, `prefetch_depth` how many MoE layers ahead experts are guessed for. `pin_threads`
+    of it are read at open. `mirror` is a file with some of the blocks once more, which are read
+    from there. `io` is one of `IO_MODES`, `io_threads` 0 the default number of reads at once,
+    `prefetch_depth` how many MoE layers ahead experts are guessed for. `pin_threads`
     keeps compute thread i on the i-th CPU. `logits_rows` tells the budget how many rows of
     logits the caller will hold. `ctx` None is the smaller of 4096 and the model's context length;
     each of `sequences` has as many positions. `check` is when checksums are compared: resident
@@ -306,6 +310,7 @@ class Engine:
         io: str = "auto",
         prefetch_depth: int = 0,
         preload: int = 0,
+        mirror: Path | None = None,
         ram_budget: int | None = None,
         logits_rows: int = 0,
         pin_threads: bool = False,
@@ -331,6 +336,7 @@ class Engine:
             io=io,
             prefetch_depth=prefetch_depth,
             preload=preload,
+            mirror=mirror,
             ram_budget=ram_budget,
             logits_rows=logits_rows,
             pin_threads=pin_threads,
@@ -603,6 +609,10 @@ class Sampler:
         return int(token[0])
 
 
+_kept_with: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""What C structs point to lives as long as they do."""
+
+
 def _options(
     *,
     threads: int = 0,
@@ -614,6 +624,7 @@ def _options(
     io: str = "auto",
     prefetch_depth: int = 0,
     preload: int = 0,
+    mirror: Path | None = None,
     ram_budget: int | None = None,
     logits_rows: int = 0,
     pin_threads: bool = False,
@@ -635,6 +646,10 @@ def _options(
     options.check = _choice("check", "CHECK_", CHECK_MODES, check)
     options.io = _choice("io", "IO_", IO_MODES, io)
     options.prefetch_depth = _bounded("prefetch-depth", prefetch_depth, 0)
+    if mirror is not None:
+        name = ffi.new("char[]", os.fsencode(mirror))
+        options.mirror = name
+        _kept_with[options] = name
     options.preload_bytes = (
         PRELOAD_ALL if preload == PRELOAD_ALL else _bounded("preload", preload, 0)
     )

@@ -34,7 +34,14 @@ from colibri_tools.sources import Source
 from colibri_tools.sources.container import open_container_source, part_name
 from colibri_tools.text.derive import TextParts
 
-__all__ = ["container_mapping", "quantize", "reorder"]
+__all__ = [
+    "container_mapping",
+    "expert_slots",
+    "provenance_of",
+    "quantize",
+    "reorder",
+    "rows_by_rank",
+]
 
 PathLike = str | os.PathLike[str]
 
@@ -108,11 +115,11 @@ def _rewrite(
             encoding=encoding,
             order=order or str(container.spec["order"]),
             routing=profile,
-            blocks=None if order else _present_order(container),
+            blocks=None if order else rows_by_rank(container),
         )
         mapping = container_mapping(source, container)
         give_importance(encoding, importance, mapping, lambda: container_fingerprint(container))
-        provenance = _provenance(source, container)
+        provenance = provenance_of(source, container)
         if encoding is None and _is_in_place(container, options):
             provenance = dict(container.provenance)  # nothing changes, to the last byte
         plan = plan_mapping(source, mapping, options, provenance, _text(container))
@@ -136,10 +143,11 @@ def _is_in_place(container: Container, options: RepackOptions) -> bool:
     ):
         return False
     n_experts = tuple(row.n_experts for row in container.rows)
-    return order_blocks(options.order, n_experts, profile) == _present_order(container)
+    return order_blocks(options.order, n_experts, profile) == rows_by_rank(container)
 
 
-def _present_order(container: Container) -> list[tuple[int, int]]:
+def rows_by_rank(container: Container) -> list[tuple[int, int]]:
+    """Return (row, expert) of every block, in the order of the file."""
     ranked = [
         (int(container.cell(row, expert)["rank"]), row, expert)
         for row, its in enumerate(container.rows)
@@ -180,12 +188,13 @@ def container_mapping(source: Source, container: Container) -> SourceMapping:
             )
         )
     for number, row in enumerate(container.rows):
-        experts = (_slots(source, container, number, e) for e in range(row.n_experts))
+        experts = (expert_slots(source, container, number, e) for e in range(row.n_experts))
         mapping.rows.append(MappedRow(row.layer, row.stream, tuple(experts)))
     return mapping
 
 
-def _slots(source: Source, container: Container, number: int, expert: int) -> ExpertSlots:
+def expert_slots(source: Source, container: Container, number: int, expert: int) -> ExpertSlots:
+    """Return where the parts of a block are in a container that is opened as a source."""
     row = container.rows[number]
     slots: ExpertSlots = {}
     for part in container.layout_of(number, expert).parts:
@@ -195,7 +204,7 @@ def _slots(source: Source, container: Container, number: int, expert: int) -> Ex
     return slots
 
 
-def _provenance(source: Source, container: Container) -> dict[str, Any]:
+def provenance_of(source: Source, container: Container) -> dict[str, Any]:
     """Return what the new container says of its making, the old one's own record kept below it."""
     file = source.files[0]
     found: dict[str, Any] = {

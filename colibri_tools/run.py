@@ -153,6 +153,7 @@ def run(
     check: str = "first",
     ram_budget: int | None = None,
     preload: int = 0,
+    mirror: str | os.PathLike[str] | None = None,
     io: str = "auto",
     io_threads: int = 0,
     prefetch_depth: int = 0,
@@ -223,6 +224,7 @@ def run(
         check=check,
         ram_budget=ram_budget,
         preload=preload,
+        mirror=mirror,
         io=io,
         io_threads=io_threads,
         prefetch_depth=prefetch_depth,
@@ -313,6 +315,7 @@ class _EngineOptions(TypedDict):
     check: str
     ram_budget: int | None
     preload: int
+    mirror: str | os.PathLike[str] | None
     io: str
     io_threads: int
     prefetch_depth: int

@@ -123,6 +123,8 @@ typedef struct {
   bool pin_threads;          /* compute thread i stays on the i-th CPU it may use; thread 0 is the one that evaluates */
   colibri_precision precision;
   colibri_kv_type kv_type;
+  const char *mirror;   /* NULL, or a file with some of the expert blocks once more, as 'colibri export' makes it: they
+                           are read from there, and where that fails from the container. The file is opened once */
   uint64_t n_sequences; /* independent sequences, each with its own KV of ctx positions; 0: 1 */
 } colibri_options;
 
@@ -318,14 +320,17 @@ typedef struct {
   uint64_t reads, bytes_read; /* of expert blocks */
   const char *io_backend;     /* "pread" */
   bool io_direct;             /* reads bypass the page cache */
-  const char *io_reason;      /* why they do not, or why it is another backend than asked; "" otherwise */
-  uint64_t prefetch_guessed;  /* experts a guess named, and of these the ones that were then chosen */
+  const char
+      *io_reason; /* why they do not, why it is another backend than asked, or what the mirror lacked; "" otherwise */
+  uint64_t prefetch_guessed; /* experts a guess named, and of these the ones that were then chosen */
   uint64_t prefetch_right;
   uint64_t prefetch_chosen; /* experts chosen where there was a guess: right / chosen is its recall */
   uint64_t prefetch_reads;  /* blocks read because of a guess, before anything asked for them */
   uint64_t prefetch_useful_bytes, prefetch_wasted_bytes; /* of these: asked for while in memory; evicted unused */
   uint64_t prefetch_paused; /* guesses that were not followed because following them lost time */
   uint64_t preloaded_bytes; /* read by preload_bytes */
+  uint64_t mirror_bytes;    /* of bytes_read, from the mirror */
+  uint64_t mirror_failures; /* blocks that could not be read there, and were read from the container */
   double preload_seconds;
 } colibri_metrics;
 

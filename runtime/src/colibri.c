@@ -435,6 +435,8 @@ void colibri_get_metrics(const colibri_model *m, colibri_metrics *metrics) {
   metrics->prefetch_wasted_bytes = store.hint_wasted_bytes - m->store_base.hint_wasted_bytes;
   metrics->prefetch_paused = store.hints_paused - m->store_base.hints_paused;
   metrics->preloaded_bytes = store.preloaded_bytes;
+  metrics->mirror_bytes = store.mirror_bytes - m->store_base.mirror_bytes;
+  metrics->mirror_failures = store.mirror_failures;
   metrics->preload_seconds = m->engine.preload_seconds;
   metrics->io_backend = store.backend;
   metrics->io_direct = store.direct;

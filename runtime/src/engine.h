@@ -127,7 +127,7 @@ typedef struct {
 } clb_batch;
 
 typedef struct {
-  clb_container *container;
+  clb_container *container, *mirror;  // mirror: NULL without one
   clb_graph graph;
   uint64_t ctx, batch_size, n_sequences, cache_bytes;
   uint64_t cache_blocks;  // blocks that certainly fit into the cache

@@ -20,6 +20,7 @@ enum { CLB_READ_PARTS = 16 };
 // One range of the file, into n_parts buffers one after the other. All offsets, addresses and lengths are multiples of
 // CLB_IO_UNIT.
 typedef struct clb_read {
+  const clb_file *file;
   uint64_t offset;
   size_t n_bytes;                      // the sum of the parts' lengths
   struct iovec parts[CLB_READ_PARTS];  // used up by the backend
@@ -32,7 +33,7 @@ typedef struct clb_read {
 } clb_read;
 
 typedef struct {
-  const clb_file *file;  // outlives the backend
+  const clb_file *file;  // what most reads are of; outlives the backend, as do those of all reads
   size_t n_threads;
   // Where parts lie: n_units of unit_bytes. unit_bytes is 0 when pages of it may be given back to the system meanwhile.
   uint8_t *memory;
@@ -55,7 +56,7 @@ extern const clb_io_backend clb_io_mmap;   // a pool of threads that bring in pa
 extern const clb_io_backend clb_io_none;   // brings nothing, at once
 
 // The pool of threads of clb_io_pread, for any way of reading: `run` reads all of one read, and returns its status.
-typedef int clb_run_read(const clb_file *file, clb_read *read);
+typedef int clb_run_read(clb_read *read);
 void *clb_io_pool_open(const clb_io_setup *setup, clb_run_read *run, char *reason, size_t reason_bytes);
 void clb_io_pool_close(void *io);
 void clb_io_pool_submit(void *io, clb_read *read);

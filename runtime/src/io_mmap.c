@@ -26,18 +26,18 @@ static int advise(const struct iovec *part, int advice) {
   return madvise((void *)from, to - from, advice) == 0 ? 0 : errno;
 }
 
-static bool is_cut(const clb_file *file, const clb_read *read) {
+static bool is_cut(const clb_read *read) {
   struct stat info;
-  return fstat(file->fd, &info) == 0 && (uint64_t)info.st_size < read->offset + read->n_bytes;
+  return fstat(read->file->fd, &info) == 0 && (uint64_t)info.st_size < read->offset + read->n_bytes;
 }
 
-static int run_populate(const clb_file *file, clb_read *read) {
+static int run_populate(clb_read *read) {
   for (size_t i = 0; i < read->n_parts; i++) {
     int failure;
     while ((failure = advise(&read->parts[i], MADV_POPULATE_READ)) == EINTR || failure == EAGAIN) {
     }
     // EFAULT stands for the SIGBUS that touching the page would have been.
-    if (failure == EFAULT) return is_cut(file, read) ? ENODATA : EIO;
+    if (failure == EFAULT) return is_cut(read) ? ENODATA : EIO;
     if (failure != 0) return failure;
   }
   return 0;

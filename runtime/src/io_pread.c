@@ -11,7 +11,6 @@
 #include "io_backend.h"
 
 typedef struct {
-  const clb_file *file;
   clb_run_read *run;
   pthread_mutex_t mutex;
   pthread_cond_t has_work, has_finished;
@@ -43,7 +42,7 @@ static void *run_thread(void *argument) {
       continue;
     }
     pthread_mutex_unlock(&pool->mutex);
-    read->status = pool->run(pool->file, read);
+    read->status = pool->run(read);
     if (read->status == 0) read->arrived(read);
     pthread_mutex_lock(&pool->mutex);
     --*(read->urgent ? &pool->n_urgent_running : &pool->n_spare_running);
@@ -83,7 +82,6 @@ static bool start_threads(read_pool *pool, size_t n_threads) {
 static read_pool *open_pool(const clb_io_setup *setup, clb_run_read *run) {
   read_pool *pool = calloc(1, sizeof *pool + setup->n_threads * sizeof pool->threads[0]);
   if (pool == NULL) return NULL;
-  pool->file = setup->file;
   pool->run = run;
   pool->most_spare = (setup->n_threads + 1) / 2;
   if (pthread_mutex_init(&pool->mutex, NULL) != 0) goto no_mutex;
@@ -144,9 +142,9 @@ bool clb_io_pool_withdraw(void *io, clb_read *read) {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-static int run_pread(const clb_file *file, clb_read *read) {
-  if (read->n_parts == 1) return clb_file_read(file, read->offset, read->parts[0].iov_base, read->parts[0].iov_len);
-  return clb_file_readv(file, read->offset, read->parts, read->n_parts);
+static int run_pread(clb_read *read) {
+  if (read->n_parts > 1) return clb_file_readv(read->file, read->offset, read->parts, read->n_parts);
+  return clb_file_read(read->file, read->offset, read->parts[0].iov_base, read->parts[0].iov_len);
 }
 
 static void *pread_open(const clb_io_setup *setup, char *reason, size_t reason_bytes) {

@@ -174,11 +174,12 @@ static void *uring_open(const clb_io_setup *setup, char *reason, size_t reason_b
 static void fill_sqe(const uring *u, struct io_uring_sqe *sqe, clb_read *read) {
   memset(sqe, 0, sizeof *sqe);
   const struct iovec *part = &read->parts[0];
-  sqe->fd = u->fixed_file ? 0 : u->file->fd;
+  const bool fixed = u->fixed_file && read->file == u->file;
+  sqe->fd = fixed ? 0 : read->file->fd;
   // Starting a large direct read takes 0.2-0.3 ms. Left to the kernel's workers, decoding with four fifths of the
   // experts read from the drive went 1.3 times as fast as when the computing thread did that.
   sqe->flags = IOSQE_ASYNC;
-  if (u->fixed_file) sqe->flags |= IOSQE_FIXED_FILE;
+  if (fixed) sqe->flags |= IOSQE_FIXED_FILE;
   sqe->off = read->offset + read->n_done;
   sqe->user_data = (uint64_t)(uintptr_t)read;
   if (read->n_parts > 1) {
@@ -258,7 +259,7 @@ static void take_result(uring *u, clb_read *read, int result) {
     return;
   }
   const size_t got = (size_t)result, left = read->n_bytes - read->n_done;
-  const size_t kept = got < left && u->file->direct ? got / CLB_IO_UNIT * CLB_IO_UNIT : got;
+  const size_t kept = got < left && read->file->direct ? got / CLB_IO_UNIT * CLB_IO_UNIT : got;
   read->n_done += kept;
   if (kept == 0 || kept >= left) {
     finish(u, read, kept == 0 ? ENODATA : 0);

@@ -360,6 +360,7 @@ static colibri_status plan_memory(clb_engine *e, const colibri_options *options,
                         .vocab_size = g->vocab,
                         .n_tokens = g->n_tokens,
                         .metadata_bytes = clb_container_data_offset(e->container)};
+  if (e->mirror) m->metadata_bytes += clb_container_data_offset(e->mirror);
   file_range *ranges = calloc(clb_container_n_tensors(e->container), sizeof *ranges);
   if (!ranges) return clb_fail(e->error, COLIBRI_ERROR_MEMORY, "no memory for the tensor table");
   resident_ranges(e, ranges, &e->resident.n_bytes);
@@ -388,6 +389,9 @@ colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_op
   char text[COLIBRI_ERROR_BYTES] = "";
   e->container = clb_container_open(path, text, sizeof text);
   if (!e->container) return clb_fail(e->error, COLIBRI_ERROR_FORMAT, "%s", text);
+  if (options->mirror && !(e->mirror = clb_container_open(options->mirror, text, sizeof text))) {
+    return clb_fail(e->error, COLIBRI_ERROR_FORMAT, "mirror %s", text);
+  }
   CLB_TRY(clb_graph_load(e->container, &e->graph, e->error));
   CLB_TRY(check_options(e, options));
   clb_graph_use_context(&e->graph, e->ctx);
@@ -632,6 +636,7 @@ colibri_status clb_engine_open(clb_engine *e) {
     return clb_fail(e->error, COLIBRI_ERROR_IO, "%s", text);
   }
   const clb_store_options options = {.cache_bytes = e->cache_bytes,
+                                     .mirror = e->mirror,
                                      .io_threads = (uint32_t)e->io_threads,
                                      .check = store_check(e->check),
                                      .io = store_io(e->io)};
@@ -658,5 +663,6 @@ void clb_engine_close(clb_engine *e) {
   free(e->layers);
   free(e->layer_metrics);
   clb_graph_free(&e->graph);
+  clb_container_close(e->mirror);
   clb_container_close(e->container);
 }

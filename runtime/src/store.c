@@ -68,7 +68,7 @@ void clb_store_measure(const clb_container *container, clb_store_sizes *out) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Open and close
 
-__attribute__((format(printf, 2, 3))) static bool fail(clb_store *s, const char *format, ...) {
+bool clb_fail_store(clb_store *s, const char *format, ...) {
   va_list args;
   va_start(args, format);
   vsnprintf(s->error, sizeof s->error, format, args);
@@ -115,9 +115,10 @@ static void *open_backend(clb_store *s, const clb_io_backend *backend, uint32_t 
 }
 
 static bool open_nothing(clb_store *s) {
-  if (!clb_cache_reserve(s)) return fail(s, "no addresses for an expert cache of %" PRIu64 " bytes", s->budget);
+  if (!clb_cache_reserve(s))
+    return clb_fail_store(s, "no addresses for an expert cache of %" PRIu64 " bytes", s->budget);
   s->io = open_backend(s, &clb_io_none, 1, NULL, 0);
-  return s->io != NULL || fail(s, "no memory for a simulation");
+  return s->io != NULL || clb_fail_store(s, "no memory for a simulation");
 }
 
 // A backend that cannot be had is replaced by pread, and the reason kept.
@@ -140,13 +141,13 @@ static bool open_io(clb_store *s, clb_io io, uint32_t n_threads) {
           ? clb_file_open_buffered(&s->file, clb_container_fd(s->container), "as asked", s->error, sizeof s->error)
           : clb_file_open(&s->file, clb_container_fd(s->container), s->error, sizeof s->error);
   if (!opened) return false;
-  if (!clb_cache_reserve(s)) return fail(s, "no memory for an expert cache of %" PRIu64 " bytes", s->budget);
+  if (!clb_cache_reserve(s)) return clb_fail_store(s, "no memory for an expert cache of %" PRIu64 " bytes", s->budget);
   if (io == CLB_IO_URING) {
     s->io = open_backend(s, &clb_io_uring, n_threads, reason, sizeof reason);
     if (s->io == NULL) snprintf(s->reason, sizeof s->reason, "io_uring: %s, so pread is used; ", reason);
   }
   if (s->io == NULL) s->io = open_backend(s, &clb_io_pread, n_threads, reason, sizeof reason);
-  if (s->io == NULL) return fail(s, "%s", reason);
+  if (s->io == NULL) return clb_fail_store(s, "%s", reason);
   const size_t n = strlen(s->reason);
   snprintf(s->reason + n, sizeof s->reason - n, "%s", s->file.reason);
   const size_t end = strlen(s->reason);
@@ -159,25 +160,28 @@ static bool open_store(clb_store *s, const clb_store_options *options) {
   clb_store_measure(s->container, &sizes);
   uint32_t n_threads = options->io_threads == 0 ? DEFAULT_IO_THREADS : options->io_threads;
   if (n_threads > CLB_STORE_MAX_IO_THREADS) {
-    return fail(s, "io threads: %" PRIu32 ", expected at most %d", n_threads, CLB_STORE_MAX_IO_THREADS);
+    return clb_fail_store(s, "io threads: %" PRIu32 ", expected at most %d", n_threads, CLB_STORE_MAX_IO_THREADS);
   }
-  if ((unsigned)options->io > CLB_IO_BUFFERED) return fail(s, "io: %d is no way of reading", (int)options->io);
+  if ((unsigned)options->io > CLB_IO_BUFFERED)
+    return clb_fail_store(s, "io: %d is no way of reading", (int)options->io);
   if (options->cache_bytes < sizes.minimum_bytes) {
-    return fail(s, "expert cache: %" PRIu64 " bytes, expected at least %" PRIu64 " (the two largest experts)",
-                options->cache_bytes, sizes.minimum_bytes);
+    return clb_fail_store(s, "expert cache: %" PRIu64 " bytes, expected at least %" PRIu64 " (the two largest experts)",
+                          options->cache_bytes, sizes.minimum_bytes);
   }
   s->budget = options->cache_bytes < sizes.all_bytes ? options->cache_bytes : sizes.all_bytes;
   s->check = options->check;
   s->n_blocks = (size_t)sizes.n_blocks;
   s->all_bytes = sizes.all_bytes;
-  if (clb_container_fd(s->container) < 0) return fail(s, "the container is in memory: it has no blocks to read");
+  if (clb_container_fd(s->container) < 0)
+    return clb_fail_store(s, "the container is in memory: it has no blocks to read");
   if (!clb_cache_plan(s) || !clb_cache_allocate(s) || !allocate_request(s)) {
-    return fail(s, "no memory for the tables of %" PRIu64 " experts", sizes.n_blocks);
+    return clb_fail_store(s, "no memory for the tables of %" PRIu64 " experts", sizes.n_blocks);
   }
   const uint64_t piece = options->piece_bytes == 0 ? PIECE_BYTES : align_up(options->piece_bytes, CLB_IO_UNIT);
   s->piece_bytes = align_up(s->slot_bytes / MAX_PIECES, CLB_IO_UNIT);
   if (s->piece_bytes < piece) s->piece_bytes = piece;
   if (!open_io(s, options->io, n_threads)) return false;
+  if (options->mirror != NULL && !clb_mirror_open(s, options->mirror, options->io == CLB_IO_BUFFERED)) return false;
   clb_hint_open(s);
   s->metrics.backend = s->backend->name;
   s->metrics.direct = s->file.direct;
@@ -196,7 +200,7 @@ static clb_store *make_store(const clb_container *container, const clb_store_opt
   }
   s->container = container;
   s->dry = dry;
-  s->file.fd = -1;
+  s->file.fd = s->mirror.fd = -1;
   s->page = memory_page();
   s->n_free_transfers = N_TRANSFERS;
   s->retry = kNone;
@@ -226,6 +230,7 @@ void clb_store_close(clb_store *s) {
   }
   unmap_file(s);
   clb_file_close(&s->file);
+  clb_file_close(&s->mirror);
   clb_cache_free(s);
   free(s->request.ready);
   free(s->request.missing);
@@ -261,12 +266,12 @@ static void bytes_arrived(clb_read *read) {
   }
 }
 
-// A free transfer that reads from `offset`. There must be one.
-static transfer *new_transfer(clb_store *s, uint64_t offset, bool wanted) {
+// A free transfer that reads `file` from `offset`. There must be one.
+static transfer *new_transfer(clb_store *s, const clb_file *file, uint64_t offset, bool wanted) {
   transfer *t = s->transfers;
   while (t->busy) t++;
   s->n_free_transfers--;
-  t->read = (clb_read){.offset = offset, .urgent = wanted, .arrived = bytes_arrived};
+  t->read = (clb_read){.file = file, .offset = offset, .urgent = wanted, .arrived = bytes_arrived};
   t->n_slots = 0;
   t->busy = true;
   t->wanted = wanted;
@@ -301,13 +306,18 @@ static void prepare_slot(const clb_store *s, slot *x, const clb_block *block, si
   atomic_store(&x->pieces_left, (uint32_t)n_pieces);
 }
 
+static uint64_t place_of(const block_state *b, const clb_block *block) {
+  return b->mirrored > 0 ? b->mirrored : block->offset;
+}
+
 void clb_read_block(clb_store *s, slot *x, const clb_block *block, bool wanted) {
+  const block_state *b = &s->blocks[x->block];
   const uint64_t n_bytes = align_up(block->bytes, CLB_IO_UNIT);
   const size_t n_pieces = clb_pieces(s, n_bytes);
   const uint64_t piece = align_up((n_bytes + n_pieces - 1) / n_pieces, CLB_IO_UNIT);
   prepare_slot(s, x, block, (size_t)((n_bytes + piece - 1) / piece));
   for (uint64_t done = 0; done < n_bytes; done += piece) {
-    transfer *t = new_transfer(s, block->offset + done, wanted);
+    transfer *t = new_transfer(s, clb_file_of(s, b), place_of(b, block) + done, wanted);
     add_part(t, x, x->data + done, n_bytes - done < piece ? n_bytes - done : piece);
     submit(s, t);
   }
@@ -350,8 +360,9 @@ static bool is_small(const clb_store *s, const clb_block *block) {
   return align_up(block->bytes, CLB_IO_UNIT) <= s->piece_bytes / 2;
 }
 
-static bool follows(const clb_store *s, const transfer *t, const clb_block *block) {
-  return t->n_slots < CLB_READ_PARTS && block->offset == t->read.offset + t->read.n_bytes &&
+static bool follows(const clb_store *s, const transfer *t, const block_state *b, const clb_block *block) {
+  return t->n_slots < CLB_READ_PARTS && clb_file_of(s, b) == t->read.file &&
+         place_of(b, block) == t->read.offset + t->read.n_bytes &&
          t->read.n_bytes + align_up(block->bytes, CLB_IO_UNIT) <= s->piece_bytes;
 }
 
@@ -363,11 +374,13 @@ static void join(const clb_store *s, transfer *t, slot *x, const clb_block *bloc
 // Missing blocks that follow `x` in the file join its read.
 static void start_joined(clb_store *s, slot *x, clb_block block) {
   const request *q = &s->request;
-  transfer *t = new_transfer(s, block.offset, true);
+  const block_state *b = &s->blocks[x->block];
+  transfer *t = new_transfer(s, clb_file_of(s, b), place_of(b, &block), true);
   join(s, t, x, &block);
   while (q->next_missing < q->n_missing) {
-    if (!find_block(s, clb_block_of(s, q->missing[q->next_missing].position), &block)) break;
-    if (!follows(s, t, &block) || (x = take_missing(s, &block)) == NULL) break;
+    b = clb_block_of(s, q->missing[q->next_missing].position);
+    if (!find_block(s, b, &block)) break;
+    if (!follows(s, t, b, &block) || (x = take_missing(s, &block)) == NULL) break;
     join(s, t, x, &block);
   }
   submit(s, t);
@@ -402,8 +415,8 @@ static void fail_read(clb_store *s, const slot *x) {
   } else {
     clb_file_describe(x->status, block.offset, (size_t)align_up(block.bytes, CLB_IO_UNIT), cause, sizeof cause);
   }
-  fail(s, "%slayer %" PRId32 " (row %" PRIu32 "), expert %" PRIu64 ": %s", row->stream == 0 ? "" : "MTP ", row->layer,
-       b->row, expert, cause);
+  clb_fail_store(s, "%slayer %" PRId32 " (row %" PRIu32 "), expert %" PRIu64 ": %s", row->stream == 0 ? "" : "MTP ",
+                 row->layer, b->row, expert, cause);
   s->request.failed = true;
 }
 
@@ -428,6 +441,13 @@ static void finish_block(clb_store *s, slot *x) {
     if (b->position != kNone && s->request.items[b->position].kind == ITEM_LOADING) push_ready(s, b->position);
     return;
   }
+  if (x->status != ECANCELED && b->mirrored > 0) {
+    clb_mirror_lost(s, x);
+    if (x->pinned && !s->request.failed) {
+      push_retry(s, x);
+      return;
+    }
+  }
   if (x->status == ECANCELED && x->pinned && !s->request.failed) {  // a hint given up, then asked for after all
     push_retry(s, x);
     return;
@@ -442,6 +462,7 @@ static void finish_transfer(clb_store *s, transfer *t) {
   const int status = t->read.status;
   free_transfer(s, t);
   if (status == 0) s->metrics.bytes_read += t->read.n_bytes;
+  if (status == 0 && t->read.file == &s->mirror) s->metrics.mirror_bytes += t->read.n_bytes;
   for (size_t i = 0; i < t->n_slots; i++) {
     slot *x = t->slots[i];
     x->transfers--;
@@ -480,16 +501,18 @@ static void wait_for_read(clb_store *s) {
 // Marks the experts of a request. False, with the text, when the list is no proper one; nothing is marked then.
 static bool set_items(clb_store *s, size_t row, const uint32_t *experts, size_t n) {
   const clb_row *its_row = clb_container_row(s->container, row);
-  if (its_row == NULL) return fail(s, "row %zu: expected less than %zu", row, clb_container_n_rows(s->container));
+  if (its_row == NULL)
+    return clb_fail_store(s, "row %zu: expected less than %zu", row, clb_container_n_rows(s->container));
   bool ok = true;
   size_t i = 0;
   s->request.row = row;
   for (; i < n && ok; i++) {
     if (experts[i] >= its_row->n_experts) {
-      ok = fail(s, "layer %" PRId32 " (row %zu): expert is %" PRIu32 ", expected less than %" PRIu32, its_row->layer,
-                row, experts[i], its_row->n_experts);
+      ok = clb_fail_store(s, "layer %" PRId32 " (row %zu): expert is %" PRIu32 ", expected less than %" PRIu32,
+                          its_row->layer, row, experts[i], its_row->n_experts);
     } else if (s->blocks[s->rows[row].first_block + experts[i]].position != kNone) {
-      ok = fail(s, "layer %" PRId32 " (row %zu): expert %" PRIu32 " is named twice", its_row->layer, row, experts[i]);
+      ok = clb_fail_store(s, "layer %" PRId32 " (row %zu): expert %" PRIu32 " is named twice", its_row->layer, row,
+                          experts[i]);
     } else {
       s->request.items[i] = (item){experts[i], ITEM_MISSING};
       clb_block_of(s, i)->position = (uint32_t)i;
@@ -551,7 +574,7 @@ static void look_up(clb_store *s, size_t position) {
 
 bool clb_store_begin(clb_store *s, size_t row, const uint32_t *experts, size_t n) {
   request *q = &s->request;
-  if (q->open) return fail(s, "a request is open, expected clb_store_end before the next one");
+  if (q->open) return clb_fail_store(s, "a request is open, expected clb_store_end before the next one");
   if (!set_items(s, row, experts, n)) return false;
   q->open = true;
   q->failed = false;
@@ -592,7 +615,7 @@ static clb_store_status hand_out(clb_store *s, clb_expert *out) {
 static clb_store_status next_expert(clb_store *s, clb_expert *out, bool may_wait) {
   request *q = &s->request;
   if (!q->open) {
-    fail(s, "no request is open, expected clb_store_begin first");
+    clb_fail_store(s, "no request is open, expected clb_store_begin first");
     return CLB_STORE_FAILED;
   }
   clb_reap(s);
@@ -683,14 +706,14 @@ static void read_prefix(clb_store *s, const placed_block *places, uint64_t n_byt
     block_state *b = &s->blocks[places[i].block];
     clb_block block;
     if (b->slot != kNone || !find_block(s, b, &block)) continue;
-    if (joining != NULL && !(is_small(s, &block) && follows(s, joining, &block))) {
+    if (joining != NULL && !(is_small(s, &block) && follows(s, joining, b, &block))) {
       submit(s, joining);
       joining = NULL;
     }
     slot *x = take_preloaded(s, b, &block, n_bytes, 1 - (double)i / (double)s->n_blocks);
     if (x == NULL) break;
     if (is_small(s, &block)) {
-      if (joining == NULL) joining = new_transfer(s, block.offset, true);
+      if (joining == NULL) joining = new_transfer(s, clb_file_of(s, b), place_of(b, &block), true);
       join(s, joining, x, &block);
     } else {
       clb_read_block(s, x, &block, true);
@@ -714,10 +737,10 @@ static placed_block *blocks_by_place(const clb_store *s) {
 }
 
 bool clb_store_preload(clb_store *s, uint64_t n_bytes) {
-  if (s->request.open) return fail(s, "a request is open, expected clb_store_end before preloading");
+  if (s->request.open) return clb_fail_store(s, "a request is open, expected clb_store_end before preloading");
   if (n_bytes > s->budget) n_bytes = s->budget;
   placed_block *places = blocks_by_place(s);
-  if (places == NULL) return fail(s, "no memory to preload: a table of %zu blocks", s->n_blocks);
+  if (places == NULL) return clb_fail_store(s, "no memory to preload: a table of %zu blocks", s->n_blocks);
   s->request.failed = false;
   const uint64_t waited = s->metrics.wait_ns;
   read_prefix(s, places, n_bytes);

@@ -80,6 +80,9 @@ typedef struct {
   clb_check check;
   clb_io io;
   uint32_t piece_bytes;  // how much is read at once: larger blocks are split, smaller neighbours joined; 0: 1 MiB
+  /* NULL, or some of the blocks once more, on another drive: what 'colibri export' makes, or a container of the same
+   * blocks. They are read from there, and where that fails from the container. It must outlive the store. */
+  const clb_container *mirror;
 } clb_store_options;
 
 /* Reserves the cache and starts the reading threads. The container must outlive the store. NULL, and a one-line
@@ -141,7 +144,7 @@ bool clb_store_wants_hints(const clb_store *store);
 typedef struct {
   const char *backend;         // "pread", "io_uring" or "mmap": the one in use
   bool direct;                 // past the page cache
-  const char *reason;          // one line: why not direct, or why it is not the backend asked for; "" otherwise
+  const char *reason;          // one line: why not direct, not the backend asked for, or not the mirror; "" otherwise
   uint64_t reads, bytes_read;  // blocks, whatever pieces they were read in
   uint64_t hits, misses;       // requested experts that were in memory, and that were not
   uint64_t evictions;
@@ -149,6 +152,8 @@ typedef struct {
   uint64_t cache_bytes;  // the bound in force
   uint64_t used_bytes;   // of it, blocks in memory now
   uint64_t preloaded_bytes;
+  uint64_t mirror_bytes;                  // of bytes_read, from the mirror
+  uint64_t mirror_failures;               // blocks that could not be read there, and were read from the container
   uint64_t hints_followed, hints_paused;  // paused: counted, but not followed as following lost time
   uint64_t hint_guessed, hint_right;      // experts named by hints, and of these the ones that were then requested
   uint64_t hint_chosen;                   // experts of requests that a hint was about: right / chosen is the recall

@@ -26,6 +26,7 @@ typedef struct {
   uint32_t slot;      // or kNone
   uint32_t position;  // in the request, or kNone
   bool checked;       // its CRC was found right once
+  uint64_t mirrored;  // where it is in the mirror; 0: it is not, or cannot be read there
 } block_state;
 
 typedef struct {
@@ -112,12 +113,12 @@ typedef struct {
 
 struct clb_store {
   const clb_container *container;
-  clb_file file;
+  clb_file file, mirror;  // mirror.fd is -1 without one
   const clb_io_backend *backend;
   void *io;
   clb_check check;
   bool dry;  // nothing is read, and the memory of the cache is not touched
-  char reason[2 * sizeof(((clb_file *)0)->reason)];
+  char reason[ERROR_BYTES];
 
   uint64_t page, all_bytes, budget, slot_bytes, piece_bytes;
   uint8_t *arena;      // [n_slots, slot_bytes], or
@@ -171,7 +172,18 @@ void clb_slot_empty(clb_store *s, slot *x);
 // use, or worth more.
 slot *clb_slot_take(clb_store *s, block_state *b, const clb_block *block, bool pinned, double limit);
 
+// store_mirror.c
+bool clb_mirror_open(clb_store *s, const clb_container *mirror,
+                     bool buffered);                // false, and the text: it is of another container
+void clb_mirror_lost(clb_store *s, const slot *x);  // its block cannot be read there
+
+// Where a block is to be read from.
+static inline const clb_file *clb_file_of(const clb_store *s, const block_state *b) {
+  return b->mirrored > 0 ? &s->mirror : &s->file;
+}
+
 // store.c
+bool clb_fail_store(clb_store *s, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // A store whose blocks cannot be looked at: what it keeps and what it would read is as ever.
 clb_store *clb_store_open_dry(const clb_container *container, uint64_t cache_bytes, char *error, size_t error_bytes);
 // Starts reading a block into its slot. There must be clb_pieces(s, n_bytes) free transfers.

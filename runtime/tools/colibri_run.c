@@ -39,6 +39,7 @@ static const char kHelp[] =
     "  --ram-budget SIZE         all memory, as 512M or 4G [what is available less a reserve]\n"
     "  --expert-cache SIZE       memory for experts [what the budget leaves]\n"
     "  --preload SIZE            of the expert cache, filled at open; 'all' [0]\n"
+    "  --mirror PART             read from PART what it has of the expert blocks\n"
     "  --io HOW                  auto, pread, io_uring, mmap or buffered [auto]\n"
     "  --io-threads N            reads at once; 0: the default [0]\n"
     "  --prefetch-depth N        MoE layers ahead that experts are guessed for: 0, 1, 2 [0]\n"
@@ -62,7 +63,7 @@ static const char kHelp[] =
     "  colibri-run model.colibri --tokens 1,15043,3186 --max-tokens 16 --expert-cache 2G\n";
 
 typedef struct {
-  const char *model, *tokens_text, *prompt_text, *logits_path;
+  const char *model, *tokens_text, *prompt_text, *logits_path, *mirror;
   uint64_t max_tokens, ctx, threads, batch_size, expert_cache, ram_budget, preload, io_threads, prefetch_depth;
   colibri_sampling sampling;
   int check, io, precision, kv_type;
@@ -323,6 +324,7 @@ static int parse_settings(settings *s, int argc, char **argv) {
       {.name = "--ram-budget", .kind = SIZE, .value = &s->ram_budget},
       {.name = "--expert-cache", .kind = SIZE, .value = &s->expert_cache},
       {.name = "--preload", .kind = SIZE_OR_ALL, .value = &s->preload},
+      {.name = "--mirror", .kind = TEXT, .value = &s->mirror},
       {.name = "--io", .kind = CHOICE, .value = &s->io, .choices = kIo},
       {.name = "--io-threads", .kind = COUNT, .value = &s->io_threads},
       {.name = "--prefetch-depth", .kind = COUNT, .value = &s->prefetch_depth, .most = 2},
@@ -652,6 +654,7 @@ static colibri_options engine_options(const settings *s) {
   options.ram_budget_bytes = s->ram_budget;
   options.expert_cache_bytes = s->expert_cache;
   options.preload_bytes = s->preload;
+  options.mirror = s->mirror;
   options.prefetch_depth = (uint32_t)s->prefetch_depth;
   options.ctx = s->ctx;
   options.check = (colibri_check)s->check;

@@ -282,7 +282,7 @@ static clb_container *open_container(const char *path) {
 
 static clb_store *open_store(const clb_container *c, uint64_t cache_bytes, uint32_t io_threads, clb_check check) {
   char error[512];
-  clb_store_options options = {cache_bytes, io_threads, check, io, piece_bytes};
+  clb_store_options options = {cache_bytes, io_threads, check, io, piece_bytes, NULL};
   clb_store *s = clb_store_open(c, &options, error, sizeof error);
   if (s == NULL) fprintf(stderr, "%s\n", error);
   CHECK(s != NULL && error[0] == 0);
@@ -552,9 +552,9 @@ static int run_misuse(const char *path) {
   char error[512];
   clb_store_sizes sizes;
   clb_store_measure(c, &sizes);
-  clb_store_options options = {sizes.minimum_bytes - 1, 1, CLB_CHECK_FIRST, io, 0};
+  clb_store_options options = {sizes.minimum_bytes - 1, 1, CLB_CHECK_FIRST, io, 0, NULL};
   CHECK(clb_store_open(c, &options, error, sizeof error) == NULL && strstr(error, "expected at least") != NULL);
-  options = (clb_store_options){UINT64_MAX, CLB_STORE_MAX_IO_THREADS + 1, CLB_CHECK_FIRST, io, 0};
+  options = (clb_store_options){UINT64_MAX, CLB_STORE_MAX_IO_THREADS + 1, CLB_CHECK_FIRST, io, 0, NULL};
   CHECK(clb_store_open(c, &options, error, sizeof error) == NULL && strstr(error, "io threads") != NULL);
 
   clb_store *s = open_store(c, UINT64_MAX, 0, CLB_CHECK_FIRST);  // cut to all blocks
