@@ -255,7 +255,8 @@ class _Job:
         kept: Kept | None,
     ) -> None:
         self.path, self.model, self.inputs, self.settings = path, model, inputs, settings
-        self.engine_options = engine_options
+        self.engine_options = dict(engine_options)
+        self._asked_budget = engine_options["ram_budget"] is not None
         self.domains = tuple(dict.fromkeys(t.record.domain for t in inputs))
         self.kept = kept
         length = self._window_length(asked["ctx"])
@@ -263,6 +264,7 @@ class _Job:
         longest = max(len(w.tokens) for w in self.windows) + settings.generate
         if kept is not None:  # batches must be the same ones
             self.plan = kept.plan
+            self._leave_room(self.plan)
         else:
             self.plan = self._choose_plan(longest, asked["batch_size"])
         self.batches = list(self._pack(self.plan["batch_size"], self.plan["sequences"]))
@@ -289,6 +291,7 @@ class _Job:
             sequences = max(1, min(len(self.windows), size // longest))
             plan = {"ctx": longest, "batch_size": size, "sequences": sequences}
             try:
+                self._leave_room(plan)
                 memory = estimate(self.path, **(self.engine_options | plan))
             except ColibriError as error:
                 failure = failure or error
@@ -300,6 +303,19 @@ class _Job:
             assert failure is not None
             raise failure
         return possible[0][1]
+
+    def _leave_room(self, plan: dict[str, int]) -> None:
+        """Keep memory for what is observed and counted, unless a budget is asked for."""
+        if self._asked_budget:
+            return
+        free = estimate(self.path, **(self.engine_options | plan | {"ram_budget": None}))
+        m = self.model
+        cells = len(m.layers) * max(m.n_experts)
+        own = 12 * len(m.layers) * plan["sequences"] * plan["ctx"] * m.top_k
+        own += 4 * 8 * cells * max(m.n_experts)  # two tables of pairs, and while they grow
+        if self.settings.importance:
+            own += 2 * 8 * cells * (m.hidden_size + m.widest)
+        self.engine_options["ram_budget"] = max(free.budget_bytes - own, 1)
 
     def _pack(self, batch_size: int, sequences: int) -> Iterator[list[Window]]:
         batch: list[Window] = []
