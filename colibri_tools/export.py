@@ -1,7 +1,7 @@
 """`colibri export`: the hottest blocks of a container once more, for a faster drive.
 
 The file is a container of format version 1 that cannot run: its rows have the chosen experts only,
-and the spec key `part.experts` says which of the model's they are (docs/format.md, section 12).
+and the spec key `part.experts` says which of the model's they are (docs/format.md, section 13).
 """
 
 from __future__ import annotations
