@@ -24,6 +24,7 @@ from colibri_tools.repack import Job, Meter, Progress, RepackResult, convert
 from colibri_tools.rewrite import expert_slots, provenance_of, rows_by_rank
 from colibri_tools.sources import Source
 from colibri_tools.sources.container import open_container_source
+from colibri_tools.text.derive import TextParts
 
 __all__ = ["export"]
 
@@ -52,7 +53,7 @@ def export(
     Raises UsageError where neither is known, and as `reorder`.
     """
     job = Job(threads, dry_run, force, restart, progress)
-    job.check()
+    job.check(None)
     started = time.monotonic()
     source, container = open_container_source(path)
     with source, container:
@@ -66,7 +67,7 @@ def export(
         options = RepackOptions(
             alignment=container.alignment, order="hotness", routing=profile, blocks=order
         )
-        plan = plan_mapping(source, mapping, options, provenance_of(source, container))
+        plan = plan_mapping(source, mapping, options, provenance_of(source, container), TextParts())
         return convert(plan, source, Path(out), job, Meter(job.progress), started)
 
 

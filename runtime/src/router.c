@@ -1,5 +1,6 @@
 // The router: which experts each token goes to, and with what weight.
 #include <math.h>
+#include <string.h>
 
 #include "engine.h"
 
