@@ -216,15 +216,15 @@ def test_ranks_give_the_ids_of_the_merges(tmp_path: Path) -> None:
 
 def without_tables(path: Path, out: Path) -> Path:
     """The container as an earlier version made it, from the same source."""
-    import colibri_tools.planner as planner
+    import colibri_tools.repack as repacking
     from colibri_tools.text.derive import TextParts
 
-    own = planner.text_parts
-    planner.text_parts = lambda source: TextParts()  # type: ignore[assignment]
+    own = repacking.text_parts
+    repacking.text_parts = lambda source: TextParts()  # type: ignore[assignment]
     try:
         repack(path, out)
     finally:
-        planner.text_parts = own
+        repacking.text_parts = own
     return out
 
 

@@ -216,7 +216,7 @@ def _write_zip(
         archive.writestr(_member(_META, method), meta)
         for name, array in sorted(profile.arrays().items()):
             with archive.open(_member(f"{name}.npy", method), "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, np.ascontiguousarray(array), allow_pickle=False)
+                np.lib.format.write_array(member, np.ascontiguousarray(array))
 
 
 def _member(name: str, method: int) -> zipfile.ZipInfo:
