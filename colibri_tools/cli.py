@@ -150,7 +150,8 @@ def main_group() -> None:
     """One aligned, indexed, checksummed file per Mixture-of-Experts model.
 
     Turns a Hugging Face or GGUF checkpoint into a container with one block per expert, looks
-    inside it, checks every byte of it, and runs it from disk with a bounded cache.
+    inside it, checks every byte of it, quantizes it, shows which experts work and lays it out by
+    that, and runs it from disk with a bounded cache.
     """
 
 

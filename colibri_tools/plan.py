@@ -132,7 +132,7 @@ def plan_memory(
         rate, source = disk, "given"
     budgets = tuple(_budget(model, budget, rate, ctx) for budget in ram)
     if all(budget.memory is None for budget in budgets):
-        raise UsageError(f"{os.fspath(path)}: {budgets[-1].refused}")
+        raise UsageError(budgets[-1].refused or "")
     warnings = [
         f"{format_bytes(b.ram_bytes)}: {advice.text}"
         for b in budgets

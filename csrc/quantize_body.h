@@ -721,16 +721,22 @@ INLINE affine_plan plan_affine(const clb_encode_context *c, float q_max, float s
   return p;
 }
 
+// What q4_k and q5_k have in common: block `b` encoded, its first 16 bytes written, its codes in `codes`.
+INLINE void encode_min_block(const clb_encode_context *c, const affine_plan *plan, const float *x, size_t b,
+                             uint8_t *dst, uint8_t codes[256]) {
+  super_block s;
+  load_super(&s, c, x, b, 32);
+  encode_affine_super(&s, plan, codes);
+  store_f16(dst, s.d);
+  store_f16(dst + 2, s.d_min);
+  put_scales_6(dst + 4, &s);
+}
+
 TARGET static void encode_q4_k(const clb_encode_context *c, const float *x, size_t n, uint8_t *dst) {
   const affine_plan plan = plan_affine(c, 15, 63);
   for (size_t b = 0; b < n; b++, dst += 144) {
-    super_block s;
     uint8_t codes[256];
-    load_super(&s, c, x, b, 32);
-    encode_affine_super(&s, &plan, codes);
-    store_f16(dst, s.d);
-    store_f16(dst + 2, s.d_min);
-    put_scales_6(dst + 4, &s);
+    encode_min_block(c, &plan, x, b, dst, codes);
     for (int i = 0; i < 128; i++) {
       const uint8_t *pair = codes + i / 32 * 64 + i % 32;
       dst[16 + i] = (uint8_t)(pair[0] | pair[32] << 4);
@@ -741,13 +747,8 @@ TARGET static void encode_q4_k(const clb_encode_context *c, const float *x, size
 TARGET static void encode_q5_k(const clb_encode_context *c, const float *x, size_t n, uint8_t *dst) {
   const affine_plan plan = plan_affine(c, 31, 63);
   for (size_t b = 0; b < n; b++, dst += 176) {
-    super_block s;
     uint8_t codes[256];
-    load_super(&s, c, x, b, 32);
-    encode_affine_super(&s, &plan, codes);
-    store_f16(dst, s.d);
-    store_f16(dst + 2, s.d_min);
-    put_scales_6(dst + 4, &s);
+    encode_min_block(c, &plan, x, b, dst, codes);
     for (int k = 0; k < 32; k++) {
       uint32_t high = 0;
       for (int g = 0; g < 8; g++) high |= (uint32_t)(codes[g * 32 + k] >> 4) << g;

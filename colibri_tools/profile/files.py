@@ -64,7 +64,7 @@ class ProfileFile:
         p = self.report.profile
         console.print(
             f"{self.out}: {p.family}, {p.n_rows} MoE layers x {p.max_experts} experts, "
-            f"{p.n_tokens} tokens in {len(p.domains)} domains",
+            f"{p.n_tokens} tokens in {len(p.domains)} domain{'s' * (len(p.domains) > 1)}",
             soft_wrap=True,
             markup=False,
         )

@@ -159,7 +159,7 @@ def _binary_entries(file: LocalFile) -> dict[str, Squares]:
     if not 0 < n_entries <= _MAX_ENTRIES:
         raise FormatError(
             f"{file.path}: neither a routing profile nor an importance matrix (GGUF or the older "
-            f".dat form): {n_entries} entries"
+            f".dat form, of which it would have {n_entries} entries)"
         )
     for i in range(n_entries):
         length = cursor.number(f"the name's length of entry {i}")

@@ -8,8 +8,6 @@
 #include "container.h"
 #include "engine.h"
 
-enum { DEFAULT_DEPTH = 4 };  // as the store's pool of threads has it
-
 typedef struct {
   const clb_container *container;
   const clb_file *file;
@@ -108,7 +106,7 @@ static colibri_status run_probe(probe *shared, size_t depth, double seconds, col
 colibri_status colibri_probe_drive(const char *path, uint32_t depth, double seconds, colibri_drive *out,
                                    char *error_text, size_t error_bytes) {
   const clb_error error = {error_text, error_bytes};
-  *out = (colibri_drive){.depth = depth ? depth : DEFAULT_DEPTH};
+  *out = (colibri_drive){.depth = depth ? depth : CLB_STORE_DEFAULT_IO_THREADS};
   if (out->depth > CLB_STORE_MAX_IO_THREADS || !(seconds >= 0 && seconds <= 60)) {
     return clb_fail(error, COLIBRI_ERROR_ARGUMENT, "probe: expected up to %d reads at once and up to 60 seconds",
                     CLB_STORE_MAX_IO_THREADS);

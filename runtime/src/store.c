@@ -26,7 +26,7 @@
 // Measured with O_DIRECT on a virtual disk of 1.0-1.3 GB/s, blocks of 2.5 and 9 MiB, 1-8 threads: pieces from 512 KiB
 // up to whole blocks are within the noise of one another, 256 KiB lose up to 25 % with one thread. 1 MiB is also where
 // NVMe drives reach their bandwidth with a few reads in flight.
-enum { PIECE_BYTES = 1 << 20, MAX_PIECES = 64, DEFAULT_IO_THREADS = 4 };
+enum { PIECE_BYTES = 1 << 20, MAX_PIECES = 64 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Sizes
@@ -158,7 +158,7 @@ static bool open_io(clb_store *s, clb_io io, uint32_t n_threads) {
 static bool open_store(clb_store *s, const clb_store_options *options) {
   clb_store_sizes sizes;
   clb_store_measure(s->container, &sizes);
-  uint32_t n_threads = options->io_threads == 0 ? DEFAULT_IO_THREADS : options->io_threads;
+  uint32_t n_threads = options->io_threads == 0 ? CLB_STORE_DEFAULT_IO_THREADS : options->io_threads;
   if (n_threads > CLB_STORE_MAX_IO_THREADS) {
     return clb_fail_store(s, "io threads: %" PRIu32 ", expected at most %d", n_threads, CLB_STORE_MAX_IO_THREADS);
   }

@@ -72,11 +72,11 @@ typedef enum {
   CLB_IO_BUFFERED,  // io_threads threads, through the page cache
 } clb_io;
 
-enum { CLB_STORE_MAX_IO_THREADS = 64 };
+enum { CLB_STORE_MAX_IO_THREADS = 64, CLB_STORE_DEFAULT_IO_THREADS = 4 };
 
 typedef struct {
   uint64_t cache_bytes;  // at least minimum_bytes; what exceeds all_bytes is not used
-  uint32_t io_threads;   // 1 ... CLB_STORE_MAX_IO_THREADS; 0: the default, 4
+  uint32_t io_threads;   // 1 ... CLB_STORE_MAX_IO_THREADS; 0: the default
   clb_check check;
   clb_io io;
   uint32_t piece_bytes;  // how much is read at once: larger blocks are split, smaller neighbours joined; 0: 1 MiB
