@@ -76,12 +76,21 @@ def test_the_program_and_python_say_the_same_things(documents: dict[str, Any]) -
             assert a[key] == pytest.approx(b[key], rel=0.2, abs=0.05)
 
 
-def test_parts_of_the_time_add_up(document: dict[str, Any]) -> None:
-    profile = document["profile"]
-    for whole in (profile, *profile["phases"].values()):
-        found = sum(whole[f"{part}_seconds"] for part in PARTS)
-        # Not counted: the clock readings themselves, and being scheduled away between them.
-        assert 0.7 * whole["seconds"] < found <= whole["seconds"] + 1e-4
+def test_parts_of_the_time_add_up(document: dict[str, Any], model: Path) -> None:
+    def is_whole(profile: dict[str, Any]) -> bool:
+        shares = []
+        for whole in (profile, *profile["phases"].values()):
+            found = sum(whole[f"{part}_seconds"] for part in PARTS)
+            assert found <= whole["seconds"] + 1e-4
+            shares.append(found / whole["seconds"])
+        return min(shares) > 0.7
+
+    # Being scheduled away between two clock readings is no part's time. That is chance: a part
+    # that nobody counts is missing in every run.
+    if not is_whole(document["profile"]):
+        options = {"expert_cache": 2 << 20, "profile": True, "ignore_eos": True}
+        runs = (run(model, tokens=[1, 2, 3, 4, 5], max_tokens=40, **options) for _ in range(9))
+        assert any(is_whole(again.to_json()["profile"]) for again in runs)
 
 
 def test_phases_and_layers_add_up(document: dict[str, Any]) -> None:
