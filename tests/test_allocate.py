@@ -86,7 +86,7 @@ def test_it_beats_one_type_for_all_where_matrices_differ(source: Path, tmp_path:
     found = explained(target(source, tmp_path / "q.colibri", 4.6))
     assert found["pays"] and found["gain"] > 0.05
     assert found["error"] < found["uniform"]["error"]
-    assert any("less error than the same type for all" in line for line in found["text"])
+    assert any("less error than --type at that size" in line for line in found["text"])
 
 
 def test_it_says_when_it_does_not_pay(containers: Containers, tmp_path: Path) -> None:

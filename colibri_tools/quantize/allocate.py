@@ -4,7 +4,8 @@ Every matrix is encoded in part as each candidate, and what that loses is measur
 error as a share of the squared weights, each column by its importance. That is about the noise in
 the matrix's output as a share of its power. What is minimised is the sum of these shares, each
 times how much of the tokens the matrix sees: 1 for resident matrices, an expert's share of its
-layer's tokens for the parts of an expert (equal shares without a profile).
+layer's tokens for the parts of an expert (equal shares without a profile). The output matrix counts
+as often as there are halves of layers: alone it makes what all of them together make.
 
 From the smallest type of each matrix on, the upgrade that removes most error for its bytes is made
 next, along the lower convex hull of each matrix's (bytes, error), until the size is reached: the
@@ -27,7 +28,15 @@ from colibri_tools.errors import SourceError, UsageError, quote
 from colibri_tools.profile.file import RoutingProfile
 from colibri_tools.quantize.importance import Importance
 from colibri_tools.quantize.matrices import Matrix
-from colibri_tools.quantize.rules import Choice, Policy, Target, fallback, parse_rule
+from colibri_tools.quantize.rules import (
+    MIXES,
+    Choice,
+    Policy,
+    Target,
+    fallback,
+    make_policy,
+    parse_rule,
+)
 from colibri_tools.sources import Source
 from colibri_tools.sources.encoded import LossSums
 
@@ -145,8 +154,15 @@ def _shares(
     for (row, _), seen in tokens.items():
         totals[row] += seen  # type: ignore[assignment]
     return [
-        tokens[m.key[:2]] / totals[m.key[0]] if isinstance(m.key, tuple) else 1.0 for m in matrices
+        tokens[m.key[:2]] / totals[m.key[0]] if isinstance(m.key, tuple) else _resident_share(m)
+        for m in matrices
     ]
+
+
+def _resident_share(matrix: Matrix) -> float:
+    """The output matrix alone makes the logits; a layer's two halves add to what 2 n make."""
+    is_output = any(use.role == "output" for use in matrix.uses)
+    return 2.0 * matrix.target.n_layers if is_output else 1.0
 
 
 def _measure(
@@ -302,10 +318,11 @@ def _explain(
 
 
 def _uniform(units: Sequence[Unit], size: int) -> dict[str, Any]:
-    """The error of one type for all at the same size; between two types, of a mix of both."""
+    """The error of `--type` at the same size, a type or mix; between two, of some of each."""
     points = []
-    for name in CANDIDATES:
-        options = [_option_named(unit, name) for unit in units]
+    for name in (*CANDIDATES, *MIXES):
+        policy = make_policy(name)
+        options = [_option_by(unit, policy) for unit in units]
         n_bytes = sum(option.n_bytes for option in options)
         error = sum(u.weight * option.error for u, option in zip(units, options, strict=True))
         points.append((n_bytes, error, name))
@@ -318,9 +335,9 @@ def _uniform(units: Sequence[Unit], size: int) -> dict[str, Any]:
     return {"types": types, "error": low[1] + share * (high[1] - low[1])}
 
 
-def _option_named(unit: Unit, name: str) -> Option:
-    dtype = fallback(dtype_by_name(name), unit.matrix.cols)
-    found = [option for option in unit.options if option.dtype == dtype]
+def _option_by(unit: Unit, policy: Policy) -> Option:
+    choice = policy.choose(*unit.matrix.uses)
+    found = [o for o in unit.options if choice is not None and o.dtype == choice.dtype]
     return found[0] if found else unit.options[-1]
 
 
@@ -328,15 +345,15 @@ def _text(document: dict[str, Any]) -> Iterator[str]:
     uniform = document["uniform"]
     yield (
         f"allocation: {document['bits_per_weight']:.3f} bits per weight, expected error "
-        f"{document['error']:.4g}; {' and '.join(uniform['types'])} for all at the same size: "
+        f"{document['error']:.4g}; {' and '.join(uniform['types'])} at the same size: "
         f"{uniform['error']:.4g}"
     )
     if document["pays"]:
-        yield f"allocation: {document['gain']:.0%} less error than the same type for all"
+        yield f"allocation: {document['gain']:.0%} less error than --type at that size"
     else:
         yield (
-            f"allocation: it does not pay: {document['gain']:+.1%} of the error of the same type "
-            f"for all; --type {uniform['types'][0]} is simpler"
+            f"allocation: it does not pay: {document['gain']:+.1%} of the error of --type at that "
+            f"size; --type {uniform['types'][0]} is simpler"
         )
     by_role: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place in document["chosen"]:
