@@ -124,7 +124,9 @@ def compare(
     cut = [list(windows(each, ctx, pair.bos)) for each in texts]
     prompt = list(texts[0].ids[:_PROMPT_TOKENS]) if saved is None else saved.prompt
     room = min(pair.limit, max(ctx, len(prompt) + TEXT_CHARACTERS))
-    options: dict[str, Any] = {"ctx": room, "threads": threads, "expert_cache": expert_cache}
+    options: dict[str, Any] = {
+        "ctx": room, "threads": threads, "expert_cache": expert_cache, "precision": "exact"
+    }  # fmt: skip
     with Engine(pair.a, **options) as one, Engine(pair.b, **options) as two:
         comparison = _Comparison(one, two, sum(len(w.ids) for ws in cut for w in ws), progress)
         tallies = [comparison.score(ws) for ws in cut]
