@@ -7,7 +7,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from c_programs import CC, CSRC, ROOT, RUNTIME
 from container_util import Draft
 from repack_util import small_hf
 from test_colibri_run import colibri_run
-from text_strings import HAND_PICKED
+from text_strings import HAND_PICKED, random_strings
 from text_vocab import LETTERS, bpe_metadata, fixture, spm_metadata
 from tokenizers import Tokenizer
 
@@ -149,12 +151,24 @@ def test_a_tokenizer_that_c_cannot_do_has_no_tables(tmp_path: Path) -> None:
         NativeTokenizer.open(out)
 
 
-def test_a_sentencepiece_file_alone_names_the_extra_or_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["sentencepiece", "google.protobuf.message"])
+def test_a_sentencepiece_file_alone_names_the_extra(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
     source = small_hf(tmp_path / "hf", "mixtral")
     (source / "tokenizer.model").write_bytes(b"\x0a\x03abc")
     result = repack(source, tmp_path / "m.colibri")
-    names = ("tokenizers-extra", "tokenizer.model is no SentencePiece model")
-    assert any(name in warning for name in names for warning in result.warnings)
+    extra = "pip install 'colibri-tools[tokenizers-extra]'"
+    assert any(extra in warning for warning in result.warnings)
+    with pytest.raises(UsageError, match="tokenizers-extra"):
+        tokenize(tmp_path / "m.colibri", "a")
+
+
+def test_what_is_no_sentencepiece_file_is_said() -> None:
+    pytest.importorskip("sentencepiece")
+    with pytest.raises(TokenizerUnknown, match=r"tokenizer.model is no SentencePiece model"):
+        hf_tokenizer_json({"tokenizer.model": b"\x0a\x03abc"}, "tokenizer.model")
 
 
 def sentencepiece_model(metadata: dict[str, Any]) -> bytes:
@@ -182,9 +196,58 @@ def test_a_sentencepiece_file_gives_the_ids_of_sentencepiece(tmp_path: Path) -> 
     blobs = {"tokenizer.model": raw, "tokenizer_config.json": config}
     ours = Tokenizer.from_str(hf_tokenizer_json(blobs, "tokenizer.model").decode())
     theirs = sentencepiece.SentencePieceProcessor(model_proto=raw)
-    for text in HAND_PICKED:
-        if text and "<|" not in text:
-            assert ours.encode(text).ids == theirs.encode(text), ascii(text)
+    runs = [f"a{' ' * n}{' b'[n % 2]}" for n in range(1, 90)]
+    for text in (*HAND_PICKED, *runs, *random_strings(3000, (), 31)):
+        assert ours.encode(text).ids == theirs.encode(text), ascii(text)
+
+
+CASES_OF_LETTERS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+)
+PUBLISHED = {  # the module, its file, its pattern, whether it composes characters
+    "tokenization_kimi": (
+        "tiktoken.model",
+        rf"[\p{{Han}}]+|{CASES_OF_LETTERS % ('*', '+')}|{CASES_OF_LETTERS % ('+', '*')}|"
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        False,
+    ),
+    "tokenization_hy": (
+        "hy.tiktoken",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("module", PUBLISHED)
+def test_ranks_give_the_ids_of_tiktoken(module: str) -> None:
+    """With a token that no pair of others makes: it stands for a whole word only."""
+    tiktoken = pytest.importorskip("tiktoken")
+    name, pattern, composes = PUBLISHED[module]
+    vocab = sorted(fixture()["model"]["vocab"].items(), key=lambda kv: kv[1])[1:]
+    raw = [*(bytes(LETTERS[char] for char in token) for token, _ in vocab), b"qzxqzx"]
+    lines = b"\n".join(base64.b64encode(token) + b" %d" % i for i, token in enumerate(raw))
+    config = json.dumps({"auto_map": {"AutoTokenizer": [f"{module}.Tokenizer", None]}})
+    blobs = {name: lines, "tokenizer_config.json": config.encode()}
+    document = hf_tokenizer_json(blobs, name)
+    ours = Tokenizer.from_str(document.decode())
+    native = NativeTokenizer(tokenizer_tables(json.loads(document)))
+    special = [token["content"] for token in json.loads(document)["added_tokens"]]
+    assert len(special) == (210 if composes else 256)
+    theirs = tiktoken.Encoding(
+        "theirs",
+        pat_str=pattern,
+        mergeable_ranks={token: i for i, token in enumerate(raw)},
+        special_tokens={text: i for i, text in enumerate(special, len(raw))},
+    )
+    words = ["qzxqzx", " qzxqzx", "qzxqzxq", "e\u0301qzxqzx"]
+    for text in (*words, *HAND_PICKED, *random_strings(3000, (*special, "qzxqzx"), 32)):
+        plain = unicodedata.normalize("NFC", text) if composes else text
+        expected = theirs.encode(plain, allowed_special="all")
+        assert ours.encode(text).ids == native.encode(text) == expected, ascii(text)
+    assert ours.encode("qzxqzx").ids == [len(raw) - 1]
 
 
 def test_ranks_give_the_ids_of_the_merges(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import struct
 import unicodedata
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from text_vocab import MARK, SEPARATOR, bpe_metadata, fixture, spm_metadata, wri
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from colibri_tools.errors import FormatError
+from colibri_tools.families.table import FAMILIES
 from colibri_tools.sources import open_source, parse_gguf_metadata
 from colibri_tools.text.derive import made_tokenizer
 from colibri_tools.text.gguf_tokenizer import TokenizerUnknown, gguf_tokenizer_json
@@ -39,6 +41,8 @@ _MARKS_APART = {"kimi-k2"}  # a mark does not belong to the word before it,
 _ASCII_SPACES = {"deepseek-llm", "deepseek-coder"}  # only ASCII has white space,
 _ASCII_DIGITS = {"superbpe"}  # and digits, and
 _DIGITS_APART = {"tiny_aya", "cohere2moe", "afmoe"}  # what is around digits is not looked at.
+# It also merges words that are tokens (gpt-4o, llama4, kimi-k2, hunyuan); the shipped vocabulary
+# has none that merging does not find.
 
 
 def comparable(name: str, text: str) -> bool:
@@ -136,6 +140,37 @@ def test_a_vocabulary_written_as_gguf_is_the_same_tokenizer(tmp_path: Path) -> N
     texts = [*HAND_PICKED, *random_strings(10_000, ["<|endoftext|>"], 5)]
     for text in texts:
         assert ours.encode(text).ids == original.encode(text).ids, ascii(text)
+
+
+def test_the_names_of_every_family_are_known() -> None:
+    """docs/cli.md lists what the published models of each family have in their GGUF files."""
+    text = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    rows = re.findall(r"^\| ([a-z0-9_, ]+) \| (SentencePiece|`.+?`) \|$", text, re.MULTILINE)
+    listed = {family: names for families, names in rows for family in families.split(", ")}
+    expected = {family.name for family in FAMILIES if family.gguf is not None}
+    assert expected <= set(listed)
+    for family, names in listed.items():
+        known = re.findall(r"`([^`]+)`", names)
+        assert known or names == "SentencePiece", family
+        assert set(known) <= set(PRE_TOKENIZERS), family
+
+
+@pytest.mark.parametrize(
+    ("name", "stays"),
+    [
+        *((name, True) for name in ("gpt-4o", "llama4", "kimi-k2", "hunyuan", "glm4")),
+        *((name, False) for name in ("qwen2", "deepseek-v3", "refact")),
+    ],
+)
+def test_a_word_that_is_a_token_stays_one(name: str, stays: bool) -> None:
+    """As tiktoken, whose tokenizers these were; the token is none that merging finds."""
+    metadata = bpe_metadata(name)
+    for key, value in (("tokens", "qzxqzx"), ("token_type", 1)):
+        metadata[f"tokenizer.ggml.{key}"] = [*metadata[f"tokenizer.ggml.{key}"], value]
+    python, native = built(metadata)
+    ids = python.encode("qzxqzx").ids
+    assert native.encode("qzxqzx") == ids
+    assert (ids == [len(metadata["tokenizer.ggml.tokens"]) - 1]) is stays
 
 
 # ---------------------------------------------------------------- C against Python
@@ -360,8 +395,17 @@ def test_pieces_of_one_score_are_refused() -> None:
 def test_runs_of_one_score_that_merge_otherwise_are_refused() -> None:
     metadata = spm_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
-    for n in range(4, 9):  # four are three and one from the left, two and two by any rank
+    for n in (*range(4, 15), 16):  # four are three and one from the left, two and two by any rank
         tokens[tokens.index("\u2581" * n)] = f"unused {n}"
+    with pytest.raises(TokenizerUnknown, match="have the same score"):
+        gguf_tokenizer_json(metadata)
+
+
+def test_runs_of_one_score_that_another_piece_holds_are_refused() -> None:
+    """Then the order in which a run is merged tells whether that piece comes about."""
+    metadata = spm_metadata()
+    for key, value in (("tokens", "\u2581\u2581a"), ("scores", -0.5), ("token_type", 1)):
+        metadata[f"tokenizer.ggml.{key}"] = [*metadata[f"tokenizer.ggml.{key}"], value]
     with pytest.raises(TokenizerUnknown, match="have the same score"):
         gguf_tokenizer_json(metadata)
 

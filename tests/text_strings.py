@@ -46,6 +46,7 @@ HAND_PICKED = (
     "\U0001d4b3 \U00010400\U00010428 \U00020000\U00020001",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
     "                                      x",
+    f"{' ' * 15}a{' ' * 30}b{' ' * 31}",
 )
 
 _TEXT = "the of and to in is you that it he was for on are as with his they at be this"
@@ -81,4 +82,4 @@ def _part(rng: random.Random, special: Sequence[str]) -> str:
         return chr(rng.randrange(*rng.choice(places))) * rng.randint(1, 2)
     if kind < 0.95 and special:
         return rng.choice(special)
-    return " " * rng.randint(1, 9)
+    return " " * rng.randint(1, 40)

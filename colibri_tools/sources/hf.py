@@ -44,6 +44,7 @@ CARRIED_NAMES: tuple[str, ...] = (
     "merges.txt",
     "tokenizer.model",
     "tiktoken.model",
+    "hy.tiktoken",
     "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
@@ -54,7 +55,10 @@ CARRIED_NAMES: tuple[str, ...] = (
 """Small files carried verbatim: what a runner or a dequantizer needs besides the tensors."""
 
 _MAX_SEARCHED = 100
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tekken.json", "vocab.json")
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "hy.tiktoken"),
+    *("tekken.json", "vocab.json"),
+)
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _TEMPLATE_KEY = b'"chat_template"'
 _PICKLED = re.compile(r".+\.(bin|pt|pth|ckpt|pkl)")

@@ -165,9 +165,10 @@ def _pre_tokenizer(pre: PreTokenizer) -> dict[str, Any]:
 
 def _added_tokens(metadata: Mapping[str, Any], tokens: _Tokens) -> list[dict[str, Any]]:
     """Tokens that are found in the text itself: control, unknown and user-defined ones."""
-    # The file does not say which tokens swallow what follows; of phi-3 it is known by its name.
+    # The file does not say which tokens swallow what follows; of phi-3 and its MoE it is known.
     name = str(metadata.get("general.name", "")).lower()
-    strips = "phi-3" in name or "phi3" in name
+    is_moe = metadata.get("general.architecture") == "phimoe"
+    strips = is_moe or "phi-3" in name or "phi3" in name
     keeps = {"<unk>", "<s>", "<|endoftext|>"}
     return [
         {

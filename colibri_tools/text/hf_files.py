@@ -10,6 +10,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from colibri_tools.errors import quote
@@ -18,11 +19,30 @@ from colibri_tools.text.tables import byte_token
 
 __all__ = ["TOKENIZER_FILES", "hf_tokenizer_json"]
 
-TOKENIZER_FILES = ("tokenizer.model", "tiktoken.model")
+TOKENIZER_FILES = ("tokenizer.model", "tiktoken.model", "hy.tiktoken")
 EXTRA = "pip install 'colibri-tools[tokenizers-extra]'"
-_PATTERNS_OF_CODE = {"tokenization_kimi": "kimi-k2"}
-"""A list of ranks leaves its pattern to Python code of the checkpoint, which is never run; these
-modules are known to hold the pattern of a named pre-tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A module's pre-tokenizer, and the special tokens it puts behind the ranks by itself."""
+
+    pre: str
+    special: tuple[str, ...]
+
+
+_KNOWN_CODE = {
+    "tokenization_kimi": _Code("kimi-k2", ("<|reserved_token_{id}|>",) * 256),
+    "tokenization_hy": _Code(
+        "hunyuan",
+        (
+            *("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>"),
+            *(f"<|extra_{i}|>" for i in range(205)),
+        ),
+    ),
+}
+"""A list of ranks leaves its pattern to Python code of the checkpoint, which is never run; of these
+modules it is known what they hold."""
 
 _BPE = 2
 _CONTROL, _USER_DEFINED = 3, 4
@@ -32,14 +52,18 @@ def hf_tokenizer_json(blobs: Mapping[str, bytes], name: str) -> bytes:
     """Return the tokenizer.json of the carried file `name`. Raises TokenizerUnknown."""
     config = _json(blobs, "tokenizer_config.json")
     ranks = _read_ranks(blobs[name])
+    added = _added(blobs, config)
     if ranks is None:
         found = _from_sentencepiece(blobs[name], name, config)
     else:
-        found = _from_ranks(ranks, name, config)
+        code = _known_code(name, config)
+        found = _from_ranks(ranks, code.pre)
+        own = {i: text.format(id=i) for i, text in enumerate(code.special, len(ranks))}
+        added = {i: (text, _CONTROL) for i, text in own.items()} | added
     metadata = {f"tokenizer.ggml.{key}": value for key, value in found.items()}
-    _add_tokens(metadata, _added(blobs, config), name)
+    _add_tokens(metadata, added, name)
     _add_special_ids(metadata, config)
-    return gguf_tokenizer_json(metadata)
+    return _with_flags(gguf_tokenizer_json(metadata), config)
 
 
 def _json(blobs: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -109,16 +133,20 @@ def _read_ranks(data: bytes) -> list[bytes] | None:
     return tokens or None
 
 
-def _from_ranks(ranks: list[bytes], name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def _known_code(name: str, config: Mapping[str, Any]) -> _Code:
     auto_map = config.get("auto_map")
     code = auto_map.get("AutoTokenizer", "") if isinstance(auto_map, Mapping) else ""
     module = str(code[0] if isinstance(code, list) and code else code).split(".")[0]
-    pre = _PATTERNS_OF_CODE.get(module.rpartition("--")[2])
-    if pre is None:
+    known = _KNOWN_CODE.get(module.rpartition("--")[2])
+    if known is None:
         raise TokenizerUnknown(
             f"{name} lists tokens only; how text is cut is in Python code of the checkpoint "
             f"({quote(module or 'unnamed')}), which is never run"
         )
+    return known
+
+
+def _from_ranks(ranks: list[bytes], pre: str) -> dict[str, Any]:
     return {
         "model": "gpt2",
         "pre": pre,
@@ -180,6 +208,19 @@ def _add_tokens(metadata: dict[str, Any], added: Mapping[int, tuple[str, int]], 
             kinds[number] = kind
     if scores is not None:
         scores += [0.0] * (len(tokens) - len(scores))
+
+
+def _with_flags(document: bytes, config: Mapping[str, Any]) -> bytes:
+    """Return the tokenizer.json with what tokenizer_config.json says of spaces around tokens."""
+    decoder = config.get("added_tokens_decoder")
+    if not isinstance(decoder, Mapping):
+        return document
+    found = json.loads(document)
+    for token in found["added_tokens"]:
+        said = decoder.get(str(token["id"]))
+        if isinstance(said, Mapping):
+            token |= {key: bool(said.get(key)) for key in ("single_word", "lstrip", "rstrip")}
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _add_special_ids(metadata: dict[str, Any], config: Mapping[str, Any]) -> None:

@@ -101,15 +101,16 @@ def _literal(pattern: str) -> str:
 
 
 _ROWS: dict[str, PreTokenizer] = {
-    "gpt-2 phi-2 exaone4 trillion gigachat mellum a.x-4.0 mpt jais": PreTokenizer((_GPT2,)),
+    "gpt-2 phi-2 trillion gigachat mellum a.x-4.0 mpt jais": PreTokenizer((_GPT2,)),
     "olmo": PreTokenizer((_GPT2,), nfc=True),
-    "smollm starcoder refact codeshell exaone mellum2 minerva-7b": _SINGLE_DIGITS,
+    "smollm starcoder refact codeshell mellum2 minerva-7b": _SINGLE_DIGITS,
     "command-r": PreTokenizer((r"\p{N}", _GPT2), nfc=True),
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2": _LLAMA3,
     "dbrx smaug-bpe chatglm-bpe": _CL100K,
     "glm4 glm5": PreTokenizer(_CL100K.patterns, ignore_merges=True),
     "qwen2": _QWEN2,
-    "deepseek-r1-qwen kormo megrez hunyuan solar-open grok-2": PreTokenizer(_QWEN2.patterns),
+    "deepseek-r1-qwen kormo megrez solar-open grok-2": PreTokenizer(_QWEN2.patterns),
+    "hunyuan": PreTokenizer(_QWEN2.patterns, nfc=True, ignore_merges=True),
     "stablelm2": _QWEN2,
     "qwen35": PreTokenizer(
         (
@@ -118,10 +119,12 @@ _ROWS: dict[str, PreTokenizer] = {
         ),
         nfc=True,
     ),
-    "gpt-4o llama4 kanana2 talkie minimax-m2": _O200K,
+    "gpt-4o llama4": PreTokenizer(_O200K.patterns, ignore_merges=True),
+    "kanana2 talkie minimax-m2": _O200K,
     "tekken": PreTokenizer((_o200k("", r"\p{N}"),), ignore_merges=True, add_bos=True),
     "kimi-k2": PreTokenizer(
-        (r"[\p{Han}]+|" + _o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", r"&&[^\p{Han}]", r"[\r\n]*"),)
+        (r"[\p{Han}]+|" + _o200k(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", r"&&[^\p{Han}]", r"[\r\n]*"),),
+        ignore_merges=True,
     ),
     "tiny_aya cohere2moe": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", *_O200K.patterns), nfc=True),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _DEEPSEEK_V3,
@@ -141,7 +144,8 @@ _ROWS: dict[str, PreTokenizer] = {
         (
             rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|"
             r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
+        ),
+        nfc=True,
     ),
     "seed-coder": PreTokenizer(
         (

@@ -7,7 +7,7 @@ two pieces that can come of a merge have one score; where they do, it is tried o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
@@ -52,11 +52,11 @@ def score_merges(pieces: Sequence[Piece], ids: Mapping[str, int]) -> list[tuple[
     found.sort(key=lambda merged: -merged.piece.score)
     for score, group in groupby(found, key=lambda merged: merged.piece.score):
         equals = list(group)
-        ordered = _order_of(equals)
+        ordered = equals[0].pairs if len(equals) == 1 else _run_pairs(equals, found)
         if ordered is None:
             texts = f"{quote(equals[0].piece.text)} and {quote(equals[1].piece.text)}"
             return f"tokens {texts} have the same score {score}"
-        merges += [pair for merged in ordered for pair in merged.pairs]
+        merges += ordered
     return merges
 
 
@@ -68,37 +68,48 @@ class _Merged:
     pairs: list[tuple[str, str]]
 
 
-def _order_of(equals: Sequence[_Merged]) -> Sequence[_Merged] | None:
-    """Return pieces of one score in an order that merges as from the left, None if none is known.
+def _run_pairs(equals: Sequence[_Merged], found: Sequence[_Merged]) -> list[tuple[str, str]] | None:
+    """Return merges of pieces of one score that end as merging from the left does, None if none do.
 
-    Runs of spaces commonly have one score. What they are made of is a run of single characters
-    still, as all other pieces have another score.
+    Runs of spaces commonly have one score. As no other piece holds two of their character, what
+    they are made of is a run of single characters still.
     """
-    if len(equals) == 1:
-        return equals
     char = equals[0].piece.text[0]
-    if any(set(merged.piece.text) != {char} for merged in equals):
-        return None
     lengths = {len(merged.piece.text) for merged in equals}
-    if max(lengths) > MAX_RUN:
+    are_runs = all(set(merged.piece.text) == {char} for merged in equals)
+    n_holding = sum(2 * char in merged.piece.text for merged in found)
+    if not are_runs or n_holding != len(equals) or max(lengths) > MAX_RUN:
         return None
-    # Doubling: 2, 4, 8, 16, then what completes the rest.
-    ordered = sorted(equals, key=lambda m: (len(m.piece.text).bit_count() > 1, len(m.piece.text)))
-    ranks = {len(merged.piece.text): rank for rank, merged in enumerate(ordered)}
+    ranks = {pair: rank for rank, pair in enumerate(_binary_pairs({1} | lengths))}
     same = all(
-        _merge_run(n, lambda length, place: (0, place) if length in lengths else None)
-        == _merge_run(n, lambda length, place: (ranks[length], place) if length in ranks else None)
+        _merge_run(n, lambda a, b, place: (0, place) if a + b in lengths else None)
+        == _merge_run(n, lambda a, b, place: (ranks[a, b], place) if (a, b) in ranks else None)
         for n in range(2, 4 * max(lengths) + 1)
     )
-    return ordered if same else None
+    return [(char * a, char * b) for a, b in ranks] if same else None
 
 
-def _merge_run(n: int, order: Callable[[int, int], tuple[int, int] | None]) -> list[int]:
-    """Return the lengths that a run of n characters ends as; the least `order` merges first."""
+def _binary_pairs(lengths: Collection[int]) -> list[tuple[int, int]]:
+    """Return pairs of lengths that make one of `lengths`, in an order to merge by.
+
+    A run is first doubled as far as it goes. What is left are falling powers of two; each is joined
+    to all that stand before it, the large ones first.
+    """
+    powers = sorted((n for n in lengths if n.bit_count() == 1), reverse=True)
+    doubles = [(n, n) for n in reversed(powers) if 2 * n in lengths]
+    rests = [(a, b) for b in powers for a in lengths if a & -a > b and a + b in lengths]
+    return [*doubles, *rests]
+
+
+def _merge_run(n: int, order: Callable[[int, int, int], tuple[int, int] | None]) -> list[int]:
+    """Return the lengths that a run of n characters ends as.
+
+    The least `order` of two neighbouring lengths and where they begin is merged first.
+    """
     lengths = [1] * n
     while True:
         starts = [0, *accumulate(lengths)]
-        joined = [order(a + b, starts[i]) for i, (a, b) in enumerate(pairwise(lengths))]
+        joined = [order(a, b, starts[i]) for i, (a, b) in enumerate(pairwise(lengths))]
         best = min((key for key in joined if key is not None), default=None)
         if best is None:
             return lengths

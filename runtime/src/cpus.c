@@ -25,10 +25,10 @@ static bool take_one(const cpu_set_t *allowed, size_t i, cpu_set_t *one) {
   return false;
 }
 
-bool clb_pin_attributes(pthread_attr_t *attributes, size_t i) {
+bool clb_pin_thread(pthread_t thread, size_t i) {
   cpu_set_t allowed, one;
   if (sched_getaffinity(0, sizeof allowed, &allowed) != 0 || !take_one(&allowed, i, &one)) return false;
-  return pthread_attr_setaffinity_np(attributes, sizeof one, &one) == 0;
+  return pthread_setaffinity_np(thread, sizeof one, &one) == 0;
 }
 
 bool clb_pin_self(size_t i, clb_affinity *before) {
@@ -47,8 +47,8 @@ size_t clb_available_cpus(void) {
   const long n = sysconf(_SC_NPROCESSORS_ONLN);
   return n > 0 ? (size_t)n : 1;
 }
-bool clb_pin_attributes(pthread_attr_t *attributes, size_t i) {
-  (void)attributes, (void)i;
+bool clb_pin_thread(pthread_t thread, size_t i) {
+  (void)thread, (void)i;
   return false;
 }
 bool clb_pin_self(size_t i, clb_affinity *before) {

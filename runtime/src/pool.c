@@ -90,13 +90,12 @@ static void *worker_main(void *argument) {
   return NULL;
 }
 
-static bool start_worker(struct worker *worker, bool pin) {
-  pthread_attr_t attributes;
-  if (pthread_attr_init(&attributes) != 0) return false;
-  const bool ok = (!pin || clb_pin_attributes(&attributes, worker->number)) &&
-                  pthread_create(&worker->thread, &attributes, worker_main, worker) == 0;
-  pthread_attr_destroy(&attributes);
-  return ok;
+static bool start_worker(clb_pool *pool, size_t i, bool pin) {
+  struct worker *worker = &pool->workers[i];
+  *worker = (struct worker){.pool = pool, .number = i + 1};
+  if (pthread_create(&worker->thread, NULL, worker_main, worker) != 0) return false;
+  pool->n_started++;
+  return !pin || clb_pin_thread(worker->thread, worker->number);
 }
 
 clb_pool *clb_pool_open(size_t n_threads, bool pin) {
@@ -113,11 +112,7 @@ clb_pool *clb_pool_open(size_t n_threads, bool pin) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  for (size_t i = 0; ok && i + 1 < n_threads; i++) {
-    pool->workers[i] = (struct worker){.pool = pool, .number = i + 1};
-    ok = start_worker(&pool->workers[i], pin);
-    if (ok) pool->n_started++;
-  }
+  for (size_t i = 0; ok && i + 1 < n_threads; i++) ok = start_worker(pool, i, pin);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (ok) return pool;
   clb_pool_close(pool);
