@@ -5,6 +5,7 @@
 # make fuzz    libFuzzer on the C reader, then the Python readers, SECONDS=60 each (needs clang)
 # make sanitize  the C tests under AddressSanitizer and UndefinedBehaviorSanitizer, with FLIPS=4000 damaged containers
 # make valgrind  the same programs under valgrind
+# make static  build/static/colibri-run, which needs no file beside it; CC=musl-gcc links it with musl
 # make wheel   build the wheel, install it into an empty environment and use it there
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt csrc/binding.py $(wildcard colibri_tools/_cdef*.h csrc/*.[ch] runtime/src/*.[ch] runtime/include/*.h runtime/tools/*.[ch])
 DEMO := build/demo
 
-.PHONY: demo demo-chat dev test oracle lint format sanitize valgrind fuzz wheel clean
+.PHONY: demo demo-chat dev test oracle lint format sanitize valgrind fuzz static wheel clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +77,16 @@ sanitize: $(VENV)/.test
 valgrind: $(VENV)/.test
 	@command -v valgrind >/dev/null || { echo "valgrind is not installed" >&2; exit 1; }
 	COLIBRI_VALGRIND=1 COLIBRI_TEST_FLIPS=$(or $(FLIPS),100) $(BIN)/python -m pytest -q --timeout 3600 $(C_TESTS) $(PYTEST_ARGS)
+
+# musl-gcc looks for no headers but musl's; the kernel's are needed for io_uring.
+KERNEL_HEADERS = $(if $(findstring musl,$(CC)),-idirafter /usr/include -idirafter /usr/include/$(shell uname -m)-linux-gnu)
+STATIC_OUT = build/static/colibri-run
+STATIC_OPT = -O3
+
+static:
+	@mkdir -p $(dir $(STATIC_OUT))
+	$(CC) $(STATIC_OPT) -std=c11 -D_GNU_SOURCE -ffp-contract=off -static $(KERNEL_HEADERS) -Icsrc -Iruntime/include -Iruntime/src \
+	  csrc/*.c runtime/src/*.c runtime/tools/*.c -o $(STATIC_OUT) -lpthread -lm
 
 wheel: $(VENV)/.installed
 	sh tests/wheel.sh $(BIN)/python

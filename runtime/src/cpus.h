@@ -19,8 +19,8 @@ typedef struct {
 
 size_t clb_available_cpus(void);  // that the calling thread may run on; at least 1
 
-// Makes a thread run on the i-th processor that the calling thread may run on. False when there is no such processor, or
-// the system cannot do it. (musl can pin a thread, but not the attributes of one to come.)
+// Makes a thread run on the i-th processor that the calling thread may run on. False when there is no such processor,
+// or the system cannot do it. (musl can pin a thread, but not the attributes of one to come.)
 bool clb_pin_thread(pthread_t thread, size_t i);
 
 // The same for the calling thread, until clb_unpin_self.

@@ -532,7 +532,7 @@ static int run_prompt(const settings *s, const colibri_info *info, outcome *o, f
 // ---------------------------------------------------------------------------------------------------------------------
 // Reporting
 
-// VmHWM and not getrusage, whose maximum includes what the parent had before exec.
+// VmHWM and not getrusage, whose maximum includes what the parent had before exec. 0 when there is no /proc.
 static uint64_t peak_rss_bytes(void) {
   FILE *file = fopen("/proc/self/status", "re");
   if (!file) return 0;
@@ -639,7 +639,8 @@ static void print_report(const settings *s, outcome *o) {
   char text[COLIBRI_ERROR_BYTES];
   if (o->text.odd_prompt) fprintf(stderr, "warning: %s\n", kOddPrompt);
   if (reading_warning(m, text, sizeof text)) fprintf(stderr, "warning: %s\n", text);
-  fprintf(stderr, "memory: peak %.1f MiB\n", (double)peak_rss_bytes() / 0x1p20);
+  const uint64_t peak = peak_rss_bytes();
+  if (peak > 0) fprintf(stderr, "memory: peak %.1f MiB\n", (double)peak / 0x1p20);
   if (s->profile) print_profile(&o->profile);
 }
 
