@@ -43,6 +43,7 @@ test: $(VENV)/.test
 
 $(VENV)/.oracle: $(VENV)/.test
 	$(BIN)/pip install -q --disable-pip-version-check 'torch==2.13.0' 'transformers>=5.5,<6'
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps 'mistral-common>=1.8,<2'
 	@touch $@
 
 oracle: $(VENV)/.oracle
