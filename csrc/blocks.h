@@ -151,6 +151,9 @@ void clb_exp_f32(const clb_kernels *k, float *dst, const float *src, float shift
 // dst[i] = gate[i] / (1 + exp(-gate[i])) * up[i], within 4 ulp; for a gate below -88.7 the first factor is -0.
 void clb_silu_mul(const clb_kernels *k, float *dst, const float *gate, const float *up, size_t n);
 
+// dst[i] = cap * tanh(src[i] / cap), within 4 ulp of the tanh of the rounded quotient; infinity becomes cap.
+void clb_softcap_f32(const clb_kernels *k, float *dst, const float *src, float cap, size_t n);
+
 // Round to nearest, ties to even; a NaN becomes quiet and keeps its sign and its upper payload bits.
 void clb_f32_to_f16(const clb_kernels *k, uint16_t *dst, const float *src, size_t n);
 void clb_f32_to_bf16(const clb_kernels *k, uint16_t *dst, const float *src, size_t n);

@@ -704,6 +704,11 @@ static const struct {
     {"graph.router_group_score", CLB_KV_STRING, true},
     {"graph.router_norm_add", CLB_KV_F64, true},
     {"graph.router_norm_min", CLB_KV_F64, true},
+    {"graph.attention_softcap", CLB_KV_F64, true},
+    {"graph.logit_softcap", CLB_KV_F64, true},
+    {"graph.rope_of_layer", CLB_KV_U64_ARRAY, true},
+    {"graph.rope_inv_freq_more", CLB_KV_F64_ARRAY, true},
+    {"graph.rope_factor_more", CLB_KV_F64_ARRAY, true},
 };
 
 // A u64 of the spec that rule 12 has seen.

@@ -47,7 +47,12 @@ class ReferenceModel:
             x = x + self.attention(self.norm(x, self.tensor(Role.ATTN_NORM, layer)), layer)
             normed = self.norm(x, self.tensor(Role.FFN_NORM, layer))
             x = x + (self.moe(normed, layer) if moe else self.gated(normed, layer, Role.DENSE_GATE))
-        return self.norm(x, self.tensor(Role.OUTPUT_NORM)) @ self.tensor(Role.OUTPUT).T
+        logits = self.norm(x, self.tensor(Role.OUTPUT_NORM)) @ self.tensor(Role.OUTPUT).T
+        return self.softcap(logits, "logit_softcap")
+
+    def softcap(self, x: Array, key: str) -> Array:
+        cap = self.spec.get(f"graph.{key}")
+        return x if cap is None else cap * np.tanh(x / cap)
 
     def norm(self, x: Array, weight: Array) -> Array:
         mean = (x * x).mean(axis=-1, keepdims=True)
@@ -61,10 +66,11 @@ class ReferenceModel:
             (Role.ATTN_V, Role.ATTN_V_BIAS, None),
         ]
         q, k, v = (self.project(x, layer, *names).reshape(n, -1, d) for names in roles)
-        q, k = self.rope(q), self.rope(k)
+        q, k = self.rope(q, layer), self.rope(k, layer)
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
         scores = np.einsum("qhd,khd->hqk", q, k) * self.graph("attention_scale")
+        scores = self.softcap(scores, "attention_softcap")
         distance = np.arange(n)[:, None] - np.arange(n)[None, :]
         window = self.graph("windows")[layer] or n
         scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
@@ -84,10 +90,15 @@ class ReferenceModel:
         limit = self.graph("clip_qkv")
         return np.clip(y, -limit, limit) if limit else y
 
-    def rope(self, x: Array) -> Array:
+    def rope(self, x: Array, layer: int) -> Array:
         half = self.graph("rope_dim") // 2
-        angles = np.arange(len(x))[:, None, None] * np.array(self.graph("rope_inv_freq"))
-        cos, sin = (f(angles) * self.graph("rope_factor") for f in (np.cos, np.sin))
+        frequencies, factor = self.graph("rope_inv_freq"), self.graph("rope_factor")
+        number = self.spec.get("graph.rope_of_layer", [0] * (layer + 1))[layer]
+        if number > 0:
+            frequencies = self.graph("rope_inv_freq_more")[(number - 1) * half : number * half]
+            factor = self.graph("rope_factor_more")[number - 1]
+        angles = np.arange(len(x))[:, None, None] * np.array(frequencies)
+        cos, sin = (f(angles) * factor for f in (np.cos, np.sin))
         adjacent = self.graph("rope_pairing") == "adjacent"
         first = slice(0, 2 * half, 2) if adjacent else slice(0, half)
         second = slice(1, 2 * half, 2) if adjacent else slice(half, 2 * half)

@@ -68,6 +68,12 @@ RECIPES: dict[str, Recipe] = {
         {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     "deepseek": Recipe(("shared",), {"norm_topk": False}),
+    "mellum": Recipe(
+        (),
+        {"dense_layers": (), "window": 9, "layers": 4,
+         "local_rope": {"rope_type": "default", "rope_theta": 300.0}},
+        {"window_pattern": 2},
+    ),
     "dots1": Recipe(
         ("shared", "router_select_bias"),
         {},
@@ -182,12 +188,19 @@ def config(
         "eos_token_id": 2,
         "model_type": form.ids[0],
         "pad_token_id": None,
-        "rope_parameters": rope,
+        "rope_parameters": tm.by_layer_type(spec, rope),
+        **tm.softcap_config(spec),
         "transformers_version": "5.24.0",
     }
     values = hyper(family, spec)
     if values.get("nope_dim"):
         values["head_dim"] = values["rope_dim"]  # what transformers writes: no head is that wide
+    if spec.local_rope is not None:  # windows as the pattern of GGUF has them
+        step, kinds = values["window_pattern"], ("sliding_attention", "full_attention")
+        values["layer_types"] = [kinds[(i + 1) % step == 0] for i in range(spec.layers)]
+    if "ffn_types" in form.keys and "first_dense" not in form.keys:
+        kinds = ("sparse", "dense")
+        values["ffn_types"] = [kinds[i in spec.dense_layers] for i in range(spec.layers)]
     for name, value in values.items():
         if name in form.keys:
             out[form.keys[name].names[0]] = value
@@ -356,6 +369,9 @@ def gguf_metadata(family: str, spec: TinySpec) -> dict[str, Any]:
     if "rope_partial" in values:
         values["rope_dim"] = int(spec.head_dim * values["rope_partial"])
     values |= {"rope_theta": spec.rope_theta or 1e4, "gating": _gating(family)}
+    if spec.local_rope is not None:
+        values["rope_theta_local"] = spec.local_rope["rope_theta"]
+    values |= {"attention_softcap": spec.attention_softcap, "logit_softcap": spec.logit_softcap}
     if rope:
         values |= {
             "rope_kind": rope["rope_type"],

@@ -82,6 +82,7 @@ SIGNATURES = {
     "clb_axpy_f32": (None, [P, P, P, F, SIZE]),
     "clb_exp_f32": (None, [P, P, P, F, SIZE]),
     "clb_silu_mul": (None, [P, P, P, P, SIZE]),
+    "clb_softcap_f32": (None, [P, P, P, F, SIZE]),
     "clb_f32_to_f16": (None, [P, P, P, SIZE]),
     "clb_f32_to_bf16": (None, [P, P, P, SIZE]),
     "clb_crc32c": (U32, [U32, P, SIZE]),
@@ -542,13 +543,32 @@ def test_elementwise_scalar_and_simd_agree(both: tuple[Kernels, Kernels]) -> Non
     y = np.random.default_rng(3).permutation(x)
     results = []
     for k in both:
-        exp, silu, axpy = np.empty_like(x), np.empty_like(x), y.copy()
+        exp, silu, axpy, capped = np.empty_like(x), np.empty_like(x), y.copy(), np.empty_like(x)
         k.lib.clb_exp_f32(k.handle, ptr(exp), ptr(x), 1.25, x.size)
         k.lib.clb_silu_mul(k.handle, ptr(silu), ptr(x), ptr(y), x.size)
         k.lib.clb_axpy_f32(k.handle, ptr(axpy), ptr(x), 0.37, x.size)
-        results.append((exp, silu, axpy))
+        k.lib.clb_softcap_f32(k.handle, ptr(capped), ptr(x), 0.7, x.size)
+        results.append((exp, silu, axpy, capped))
     for a, b in zip(*results, strict=True):
         assert_same_bits(a, b)
+
+
+def test_softcap(kernels: Kernels) -> None:
+    """Against tanh of the quotient as float32: exp, 1 - e, 1 + e, their quotient and the product
+    round once each, and the series near 0 is better."""
+    rng = np.random.default_rng(5)
+    sizes = np.exp(rng.uniform(np.log(1e-30), np.log(1e4), 100_003))
+    x = np.concatenate([sizes * rng.choice([-1, 1], sizes.size), [0, 0.125, np.inf, -np.inf]])
+    x = x.astype(np.float32)
+    for cap in (np.float32(0.5), np.float32(30), np.float32(50)):
+        out = np.empty_like(x)
+        kernels.lib.clb_softcap_f32(kernels.handle, ptr(out), ptr(x), cap, x.size)
+        exact = np.float64(cap) * np.tanh((x / cap).astype(np.float64))
+        assert (abs(out - exact) <= 4 * np.spacing(abs(exact).astype(np.float32))).all()
+        assert (abs(out) <= cap).all() and abs(out).max() == cap
+        in_place = x.copy()
+        kernels.lib.clb_softcap_f32(kernels.handle, ptr(in_place), ptr(in_place), cap, x.size)
+        assert_same_bits(in_place, out)
 
 
 def test_silu_mul(kernels: Kernels) -> None:

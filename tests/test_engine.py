@@ -34,6 +34,12 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "raw-weights": {"router_norm": False, "router_scale": 2.5},
     "shared-gated-tied": {"shared_width": 48, "shared_gated": True, "tied": True},
     "shared-dense": {"shared_width": 24, "moe_layers": [0, 1, 1], "dense_width": 56},
+    "softcaps": {"attention_softcap": 1.5, "logit_softcap": 3.0, "windows": [0, 5, 17]},
+    "three-ropes": {
+        "rope_of_layer": [2, 0, 1],
+        "rope_inv_freq_more": [0.9 ** (i + 1) for i in range(8)] + [0.3**i for i in range(8)],
+        "rope_factor_more": [1.1, 0.8],
+    },
     "one-expert": {"top_k": 1},
     "all-experts": {"top_k": 12, "attention_scale": 0.1},
     "one-head": {"n_heads": 1, "n_kv_heads": 1},

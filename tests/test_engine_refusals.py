@@ -97,6 +97,11 @@ def test_not_executable_says_why(tmp_path: Path) -> None:
 
 
 _LONG: dict[str, Any] = {"graph.rope_inv_freq_long": [0.5] * 8}
+_ROPES = {
+    "graph.rope_of_layer": [0, 1, 0],
+    "graph.rope_inv_freq_more": [0.5] * 8,
+    "graph.rope_factor_more": [1.0],
+}
 _GROUPS = {
     "graph.router_groups": 4,
     "graph.router_top_groups": 1,
@@ -139,6 +144,23 @@ def test_latent_attention_with_what_it_does_not_do_is_refused(
             "graph.rope_inv_freq_long: expected 8 entries, found 1",
         ),
         ({"windows": [0]}, "graph.windows: expected 3 entries, found 1"),
+        ({"graph.attention_softcap": 0.0}, "graph.attention_softcap: expected a finite number"),
+        ({"graph.logit_softcap": -1.0}, "graph.logit_softcap: expected a finite number from"),
+        ({"graph.logit_softcap": 1e300}, "graph.logit_softcap: expected a finite number from"),
+        ({"graph.rope_of_layer": [0, 1, 0]}, "'graph.rope_factor_more' of type array of f64"),
+        ({"graph.rope_factor_more": [1.0]}, "'graph.rope_of_layer' of type array of u64"),
+        (_ROPES | {"graph.rope_of_layer": [0]}, "graph.rope_of_layer: expected 3 entries, found 1"),
+        (
+            _ROPES | {"graph.rope_of_layer": [0, 2, 0]},
+            "graph.rope_of_layer[1]: expected less than 2, found 2",
+        ),
+        (
+            _ROPES | {"graph.rope_inv_freq_more": [0.5] * 16},
+            "graph.rope_inv_freq_more: expected 8 entries, found 16",
+        ),
+        (_ROPES | {"graph.rope_factor_more": []}, "expected 1 to 15 entries, found 0"),
+        (_ROPES | {"graph.rope_factor_more": [1.0] * 16}, "expected 1 to 15 entries, found 16"),
+        (_ROPES | {"graph.rope_factor_more": [1e300]}, "expected a number that fits f32"),
         ({"n_tokens": VOCAB + 1}, f"n_tokens: expected 1 to {VOCAB}, found {VOCAB + 1}"),
         ({"norm_eps": -1.0}, "graph.norm_eps: expected a finite number from 0, found -1"),
         ({"attention_scale": 1e300}, "graph.attention_scale: expected a finite number"),

@@ -15,6 +15,7 @@ from oracle import cases
 from oracle.cases import CASES, Case, Oracle
 from tiny_containers import Containers, logits
 
+from colibri_tools.container import open as open_container
 from colibri_tools.engine import Engine
 
 ALL = [pytest.param(case, id=name) for name, case in CASES.items()]
@@ -195,6 +196,15 @@ _SWITCHES = [
     ("minimax_m2-all-rotary", "minimax_m2-f32"),
     ("flex_olmo-norm", "flex_olmo-f32"),
     ("afmoe-unscaled", "afmoe-f32"),
+    ("mellum-yarn", "mellum-f32"),
+    ("mellum-scaled", "mellum-yarn"),
+    ("mellum-softcap", "mellum-f32"),
+    ("mixtral-softcap", "mixtral-window"),
+    ("qwen3_moe-softcap-scores", "qwen3_moe-f32"),
+    ("olmoe-softcap-logits", "olmoe-f32"),
+    ("granitemoe-softcap", "granitemoe-f32"),
+    ("gpt_oss-softcap", "gpt_oss-f32"),
+    ("deepseek_v3-softcap", "deepseek_v3-f32"),
 ]
 
 
@@ -205,6 +215,18 @@ def test_each_switch_shows_in_the_logits(containers: Containers, name: str, base
     oracle = cases.load(CASES[name])[0]
     without = logits(hf_container(containers, CASES[base]), oracle.tokens)
     assert cases.error(without[oracle.positions], oracle.logits) > 500 * cases.LOGIT_TOLERANCE
+
+
+def test_the_ropes_of_layers_with_and_without_windows_show_in_the_logits(
+    containers: Containers,
+) -> None:
+    case = CASES["mellum-f32"]
+    oracle = cases.load(case)[0]
+    one = {"rope_type": "default", "rope_theta": 1e4}
+    same = containers.hf("mellum", case.spec.replace(local_rope=one))
+    assert cases.error(logits(same, oracle.tokens), oracle.logits) > 500 * cases.LOGIT_TOLERANCE
+    with open_container(same) as container:
+        assert "graph.rope_of_layer" not in container.spec
 
 
 def test_shipped_checkpoint_equals_transformers(containers: Containers) -> None:

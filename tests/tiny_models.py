@@ -87,6 +87,10 @@ class TinySpec:
     rope_theta: float | None = None
     rope: Mapping[str, Any] | None = None
     """rope_parameters besides rope_theta, for example {"rope_type": "yarn", "factor": 4.0}."""
+    local_rope: Mapping[str, Any] | None = None
+    """rope_parameters of layers with a window, where they have others."""
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     max_position: int = 512
     seed: int = 0
     features: tuple[str, ...] = ()
@@ -338,6 +342,33 @@ def rope_parameters(family: str, spec: TinySpec) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_type": "default", **(spec.rope or {})}
 
 
+def by_layer_type(spec: TinySpec, rope: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of config.json, for each layer type where they differ."""
+    if spec.local_rope is None:
+        return rope
+    return {"full_attention": rope, "sliding_attention": dict(spec.local_rope)}
+
+
+_OWN_CODE = {"AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM"}
+
+
+def softcap_config(spec: TinySpec) -> dict[str, Any]:
+    """Keys of soft-capping, as checkpoints have them that bring modeling code of their own."""
+    if spec.attention_softcap is None and spec.logit_softcap is None:
+        return {}
+    return {
+        "attn_logit_softcapping": spec.attention_softcap,
+        "final_logit_softcapping": spec.logit_softcap,
+        "auto_map": _OWN_CODE,
+    }
+
+
+def softcap_metadata(arch: str, spec: TinySpec) -> dict[str, float]:
+    """The same for GGUF."""
+    caps = {"attn": spec.attention_softcap, "final": spec.logit_softcap}
+    return {f"{arch}.{k}_logit_softcapping": v for k, v in caps.items() if v is not None}
+
+
 def config(
     family: str,
     spec: TinySpec | None = None,
@@ -351,6 +382,7 @@ def config(
     if family not in ALL_FAMILIES:
         return _from_row().config(family, spec, dtype=dtype, overrides=overrides)
     out: dict[str, Any] = {
+        **softcap_config(spec),
         "architectures": [_architecture(family)],
         "attention_dropout": 0.0,
         "bos_token_id": 1,
@@ -368,7 +400,7 @@ def config(
         "output_router_logits": False,
         "pad_token_id": None,
         "rms_norm_eps": norm_eps(family, spec),
-        "rope_parameters": rope_parameters(family, spec),
+        "rope_parameters": by_layer_type(spec, rope_parameters(family, spec)),
         "router_aux_loss_coef": 0.001,
         "tie_word_embeddings": spec.tied,
         "transformers_version": "5.24.0",
@@ -867,7 +899,9 @@ def gguf_metadata(family: str, spec: TinySpec, types: TypeChoice | None = None) 
     if rope["rope_type"] in ("yarn", "longrope"):
         original = rope["original_max_position_embeddings"]
         out[f"{arch}.rope.scaling.original_context_length"] = original
-    return out | gguf_tokenizer(spec)
+    if spec.local_rope is not None:
+        out[f"{arch}.rope.freq_base_swa"] = spec.local_rope["rope_theta"]
+    return out | softcap_metadata(arch, spec) | gguf_tokenizer(spec)
 
 
 def gguf_tokenizer(spec: TinySpec) -> dict[str, Any]:

@@ -55,6 +55,9 @@ def _check_tables(spec: dict[str, Any]) -> Iterator[CensusProblem]:
         "graph.rope_inv_freq_long": spec["graph.rope_dim"] // 2,
         "graph.rope_layers": spec["n_layers"],
         "graph.chunks": spec["n_layers"],
+        "graph.rope_of_layer": spec["n_layers"],
+        "graph.rope_inv_freq_more": len(spec.get("graph.rope_factor_more", ()))
+        * (spec["graph.rope_dim"] // 2),
     }
     for key, expected in lengths.items():
         if key in spec and len(spec[key]) != expected:

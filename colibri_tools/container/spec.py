@@ -86,6 +86,11 @@ SPEC_KEYS: Mapping[str, KvType] = {
     "graph.router_group_score": KvType.STRING,
     "graph.router_norm_add": KvType.F64,
     "graph.router_norm_min": KvType.F64,
+    "graph.attention_softcap": KvType.F64,
+    "graph.logit_softcap": KvType.F64,
+    "graph.rope_of_layer": KvType.U64_ARRAY,
+    "graph.rope_inv_freq_more": KvType.F64_ARRAY,
+    "graph.rope_factor_more": KvType.F64_ARRAY,
 }
 """Every key of the page with its type. Pass it to `encode_kv`, so that 1 is stored as f64 where
 the page says so."""
@@ -125,6 +130,11 @@ OPTIONAL_SPEC_KEYS = frozenset(
         "graph.router_group_score",
         "graph.router_norm_add",
         "graph.router_norm_min",
+        "graph.attention_softcap",
+        "graph.logit_softcap",
+        "graph.rope_of_layer",
+        "graph.rope_inv_freq_more",
+        "graph.rope_factor_more",
     }
 )
 """Keys that may be absent; those of the graph then mean what they did before they were added."""

@@ -21,6 +21,7 @@ __all__ = [
     "GGUF_DENSE",
     "GGUF_EXPERTS",
     "GGUF_KEYS",
+    "GGUF_LOCAL_ROPE_KEYS",
     "GGUF_MODEL",
     "GGUF_PROJECTIONS",
     "GGUF_QK_NORM_FULL",
@@ -303,6 +304,9 @@ HF_KEYS = {
     "top_k": Key("int", ("num_experts_per_tok",)),
     "rope_theta": Key("float", ("rope_theta",)),
     "tied": Key("bool", ("tie_word_embeddings",)),
+    "attention_softcap": Key("float", ("attn_logit_softcapping",)),
+    "logit_softcap": Key("float", ("final_logit_softcapping",)),
+    "router_softcap": Key("float", ("router_logit_softcapping", "moe_router_logit_softcapping")),
 }
 HF_WIDTH_KEYS = {"expert_width": Key("int", ("intermediate_size",))}
 HF_WINDOW_KEYS = {"window": Key("int", ("sliding_window",))}
@@ -367,7 +371,11 @@ GGUF_KEYS = {
     "rope_log_multiplier": Key("float", ("{arch}.rope.scaling.yarn_log_multiplier",)),
     "rope_beta_fast": Key("float", ("{arch}.rope.scaling.yarn_beta_fast",)),
     "rope_beta_slow": Key("float", ("{arch}.rope.scaling.yarn_beta_slow",)),
+    "attention_softcap": Key("float", ("{arch}.attn_logit_softcapping",)),
+    "logit_softcap": Key("float", ("{arch}.final_logit_softcapping",)),
+    "router_softcap": Key("float", ("{arch}.router_logit_softcapping",)),
 }
+GGUF_LOCAL_ROPE_KEYS = {"rope_theta_local": Key("float", ("{arch}.rope.freq_base_swa",))}
 GGUF_WIDTH_KEYS = {"expert_width": Key("int", ("{arch}.feed_forward_length",))}
 GGUF_QWEN_KEYS = {
     "expert_width": Key("int", ("{arch}.expert_feed_forward_length",)),

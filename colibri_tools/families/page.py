@@ -37,16 +37,25 @@ llama.cpp's own converter give the same logits (`tests/oracle/test_live_llama_cp
 Grouped-query attention with a sliding window or chunks per layer, latent attention (MLA) with a
 compressed KV, gated attention, attention sinks, layers without rope and their temperature, RMS and
 layer norms of inputs and outputs, rope (default, linear, llama3 and yarn scaling, dynamic with a
-fixed alpha, which become angular frequencies at conversion; on all or a part of a head), norms of q
-and k before or after rope, experts gated by SiLU or by gpt-oss's clamped form, with biases, scaled
-at their input or output, softmax and sigmoid routing with and without normalised weights (a softmax
-over the chosen scores is one over all, normalised), within the best groups of experts and with a
-bias on the choice, SparseMixer, shared experts with and without a sigmoid gate, dense layers
-between MoE layers, tied output matrices, biases of attention, router and output, Granite's
-multipliers. Weights of every type that gguf decodes. Longrope has two sets of frequencies: the
-engine takes the long one if the context it is opened for (`--ctx`, per sequence) is larger than the
-original one, however short the text, as llama.cpp does; transformers goes by the text's length.
-Dynamic rope scaling, whose frequencies change with every token, is refused by `run`.
+fixed alpha, which become angular frequencies at conversion; on all or a part of a head), norms of
+q and k before or after rope, experts gated by SiLU or by gpt-oss's clamped form, with biases,
+scaled at their input or output, softmax and sigmoid routing with and without normalised weights (a
+softmax over the chosen scores is one over all, normalised), within the best groups of experts and
+with a bias on the choice, SparseMixer, shared experts with and without a sigmoid gate, dense
+layers between MoE layers, tied output matrices, biases of attention, router and output, Granite's
+multipliers, soft-capping of attention scores and logits (c * tanh(x / c); sinks are not capped).
+Weights of every type that gguf decodes. Longrope has two sets of frequencies: the engine takes the
+long one if the context it is opened for (`--ctx`, per sequence) is larger than the original one,
+however short the text, as llama.cpp does; transformers goes by the text's length. Dynamic rope
+scaling, whose frequencies change with every token, is refused by `run`.
+
+Layers may have different ropes, by `rope_parameters` that are keyed by layer type or by a base of
+their own (`rope.freq_base_swa` in GGUF, for architectures that have one), if they rotate as many
+dimensions. `attn_logit_softcapping`, `final_logit_softcapping` and `rope_local_base_freq` of
+config.json are read by transformers' code of none of these families: they are ignored with a
+warning, and applied where the checkpoint names modeling code of its own (`auto_map`), whose logits
+are then the reference. GGUF's keys of the two caps are applied. A cap on the router's logits is
+refused by `run`.
 
 How to add a family: [adding-a-family.md](adding-a-family.md).
 """

@@ -26,6 +26,7 @@ __all__ = [
     "gguf_rope",
     "hf_rope",
     "resolve_rope",
+    "rope_by_layer_type",
 ]
 
 F32 = npt.NDArray[np.float32]
@@ -138,6 +139,18 @@ _MSCALES = ("short_mscale", "long_mscale")
 _ALWAYS_KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
 
 
+def rope_by_layer_type(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Return the configuration as it is for each layer type, if rope parameters differ by it."""
+    given = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(given, Mapping):
+        return None
+    by_type = {str(kind): value for kind, value in given.items() if isinstance(value, Mapping)}
+    if not by_type:
+        return None
+    rest = {key: value for key, value in config.items() if key != "rope_scaling"}
+    return {kind: {**rest, "rope_parameters": value} for kind, value in by_type.items()}
+
+
 def hf_rope(
     config: Mapping[str, Any],
     default_theta: float,
@@ -159,7 +172,7 @@ def hf_rope(
     if not isinstance(given, Mapping):
         raise SourceError(f"{where}: expected an object, found {quote(given)}")
     if any(isinstance(value, Mapping) for value in given.values()):
-        return RopeSettings(head_dim, default_theta, lacks="rope parameters that differ by layer")
+        return RopeSettings(head_dim, default_theta, lacks="rope parameters in rope parameters")
     kind = given.get("rope_type", given.get("type", "default"))
     theta = given.get("rope_theta", config.get("rope_theta"))
     base = _number(where, "rope_theta", default_theta if theta is None else theta)

@@ -160,7 +160,9 @@ class Form:
     tell dense from MoE layers.
     `rope_alpha`: dynamic rope with an `alpha` stretches the base once and for all. `rope_mscales`:
     longrope states what multiplies cos and sin. `rope_default` is the rope of a config that says
-    nothing about it. A default may be a function of the other values.
+    nothing about it. `local_rope` is for GGUF: layers with a window or chunks have the base
+    `rope_theta_local`, if there is one, and the scaling of the others ("scaled") or none
+    ("unscaled"). A default may be a function of the other values.
     """
 
     ids: tuple[str, ...]
@@ -177,6 +179,7 @@ class Form:
     rope_alpha: bool = False
     rope_mscales: bool = False
     rope_default: Mapping[str, Any] | None = None
+    local_rope: Literal["scaled", "unscaled"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

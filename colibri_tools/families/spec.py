@@ -7,26 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from colibri_tools.container.format import Group, Role
 from colibri_tools.dtypes import DType
 from colibri_tools.errors import SourceError, quote, quote_some
 from colibri_tools.families.common import GROUP_SCORES, ROUTER_SCORES
 from colibri_tools.families.detect import Detected
 from colibri_tools.families.hyper import Hyper
+from colibri_tools.families.layer_rope import read_ropes, rope_graph
 from colibri_tools.families.result import MappedResident, MappedRow
-from colibri_tools.families.rope import (
-    Rope,
-    fold_factors,
-    gguf_rope,
-    hf_rope,
-    resolve_rope,
-)
 from colibri_tools.families.schema import Family, Form
 from colibri_tools.families.vocabulary import Vocabulary, read_vocabulary
-from colibri_tools.sources import Source, SourceTensor
+from colibri_tools.sources import Source
 
 __all__ = ["Facts", "build_spec", "decodable"]
 
@@ -53,19 +44,44 @@ class Facts:
     notes: list[str] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
 
+    def note(self, text: str) -> None:
+        """Add a note that is not there yet."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def ignored(self, key: str, value: Any) -> bool:
+        """Warn of a key of config.json that transformers' code of the families does not read.
+
+        False where the checkpoint brings code of its own, which is then what defines it.
+        """
+        for level in self.detected.levels:
+            classes = level.get("auto_map")
+            if isinstance(classes, Mapping) and any(
+                str(n).startswith("AutoModel") for n in classes
+            ):
+                self.note(f"{key} {value} is applied: the checkpoint has modeling code of its own")
+                return False
+        text = (
+            f"{self.detected.where}: {key} {value} is ignored, as transformers' code of "
+            f"{self.family.name} ignores it"
+        )
+        if text not in self.warnings:
+            self.warnings.append(text)
+        return True
+
 
 def build_spec(facts: Facts) -> dict[str, Any]:
     """Return the spec without `order` and the parameter counts. Raises SourceError.
 
     A switch that the engine does not have makes the model not executable; the reason is written.
     """
-    rope = _rope(facts)
-    if rope.latent_scale != 1.0 and facts.family.graph["attention"] == "mla":
-        facts.hyper.values["attention_scale"] = rope.latent_scale / math.sqrt(facts.dims["head"])
+    ropes = read_ropes(facts, _layer_types(facts), _rotating(facts))
+    if ropes.latent_scale != 1.0 and facts.family.graph["attention"] == "mla":
+        facts.hyper.values["attention_scale"] = ropes.latent_scale / math.sqrt(facts.dims["head"])
     vocabulary = read_vocabulary(facts.source, facts.detected, facts.form, facts.dims["vocab"])
     facts.warnings += vocabulary.warnings
-    graph = _graph(facts) | _rope_graph(facts, rope)
-    graph |= _added(facts, graph["windows"])
+    graph = _graph(facts) | rope_graph(facts, ropes)
+    graph |= _added(facts)
     _check_types(facts)
     _note_defaults(facts)
     spec = _description(facts, vocabulary)
@@ -163,6 +179,8 @@ _ABSENT = {
     "router_groups": 1,
     "router_norm_add": 0.0,
     "router_norm_min": 0.0,
+    "attention_softcap": 0.0,
+    "logit_softcap": 0.0,
 }
 """Switches that are written only where they say something: other models run in older readers."""
 
@@ -178,7 +196,7 @@ _FEATURES = ("attention_gate", "router_select_bias", "output_bias")
 _ADDED = frozenset(_ABSENT) | {"latent_norm_eps"}
 
 
-def _added(facts: Facts, windows: Sequence[int]) -> dict[str, Any]:
+def _added(facts: Facts) -> dict[str, Any]:
     hyper, dims, features = facts.hyper, facts.dims, facts.features
     constants = facts.family.graph
     norm = bool(hyper["router_norm"])
@@ -188,9 +206,10 @@ def _added(facts: Facts, windows: Sequence[int]) -> dict[str, Any]:
         **{name: value for name, value in stated.items() if value is not None},
         **{name: features.get(name, False) for name in _FEATURES},
         **_temperature(facts),
+        **_softcaps(facts),
         "chunks": _per_layer(facts, _CHUNKED, hyper.get("chunk")),
         "value_dim": dims["value"] if dims["value"] != dims["head"] else None,
-        "rope_layers": _rope_layers(facts, windows),
+        "rope_layers": _rope_layers(facts),
         "embedding_scale": _embedding_scale(facts),
         "router_groups": _groups(facts),
         "router_norm_min": hyper["router_norm_min"] or 0.0,
@@ -214,6 +233,28 @@ def _temperature(facts: Facts) -> dict[str, Any]:
     if not facts.hyper.get("temperature"):
         return {}
     return {name: facts.hyper[name] for name in ("temperature_scale", "temperature_floor")}
+
+
+_SOFTCAPS = ("attention_softcap", "logit_softcap", "router_softcap")
+
+
+def _softcaps(facts: Facts) -> dict[str, float]:
+    """The bounds of scores and logits. Converters to GGUF write them only if they count."""
+    out: dict[str, float] = {}
+    for name in _SOFTCAPS:
+        value = facts.hyper.get(name)
+        if not value:
+            continue
+        key = facts.form.keys[name].names[0].format(arch=facts.detected.arch)
+        if value < 0:
+            raise SourceError(
+                f"{facts.detected.where}: {key}: expected a number above 0, found {value}"
+            )
+        if facts.source.kind == "gguf" or not facts.ignored(key, value):
+            out[name] = float(value)
+    if out.pop("router_softcap", None) is not None:
+        facts.lacks.append("soft-capping of the router's logits")
+    return out
 
 
 def _per_layer(facts: Facts, kind: str, size: int | None) -> list[int] | None:
@@ -264,14 +305,25 @@ def _check_groups(facts: Facts, groups: int, used: int) -> None:
             )
 
 
-def _rope_layers(facts: Facts, windows: Sequence[int]) -> list[int] | None:
-    """Which layers rotate, None for all."""
-    stated = facts.hyper.get("rope_layers")
+def _rotating(facts: Facts) -> list[bool]:
+    """Which layers rotate."""
+    stated, types = facts.hyper.get("rope_layers"), _layer_types(facts)
     if stated is not None:
-        return None if all(stated) else [int(flag) for flag in stated]
+        if len(stated) < len(types):
+            raise SourceError(
+                f"{facts.detected.where}: layers with rope: expected {len(types)} entries, "
+                f"found {len(stated)}"
+            )
+        return [bool(flag) for flag in stated[: len(types)]]
     if facts.family.rope_layers == "all" or not facts.hyper["window"]:
-        return None
-    return [int(window > 0) for window in windows]
+        return [True] * len(types)
+    return [kind == _SLIDING for kind in types]
+
+
+def _rope_layers(facts: Facts) -> list[int] | None:
+    """Which layers rotate, None for all."""
+    flags = _rotating(facts)
+    return None if all(flags) else [int(flag) for flag in flags]
 
 
 def _has_role(facts: Facts, role: Role) -> bool:
@@ -355,97 +407,6 @@ def _check_gguf_window(facts: Facts, window: int) -> None:
         facts.lacks.append(
             f"a sliding window of {window} of which GGUF metadata do not say the layers"
         )
-
-
-# ---------------------------------------------------------------- rope
-
-
-def _rope(facts: Facts) -> Rope:
-    hyper, head_dim = facts.hyper, facts.dims["head"]
-    if facts.source.kind == "gguf":
-        settings = gguf_rope(hyper, head_dim, _long_factors(facts))
-    else:
-        merged: dict[str, Any] = {}
-        for level in reversed(facts.detected.levels):
-            merged |= level
-        if not merged.get("rope_scaling") and not merged.get("rope_parameters"):
-            merged["rope_parameters"] = facts.form.rope_default
-        theta = facts.form.defaults["rope_theta"]
-        width, partial = _hf_rotated(facts)
-        settings = hf_rope(
-            merged,
-            theta,
-            width,
-            hyper["context_length"],
-            partial,
-            facts.form.rope_alpha,
-            facts.form.rope_mscales,
-        )
-    if settings.dim > head_dim:
-        raise SourceError(f"rope: {settings.dim} rotated dimensions in heads of {head_dim}")
-    rope = resolve_rope(settings)
-    factors = next((r for r in facts.residents if r.role is Role.ROPE_FACTORS), None)
-    if factors is not None:
-        fold_factors(rope, _read_factors(facts, factors.tensor))
-        facts.notes.append(
-            f"{quote(factors.tensor.name)} is folded into graph.rope_inv_freq and kept as an "
-            "optional tensor"
-        )
-    return rope
-
-
-_LONGROPE = (Role.ROPE_FACTORS_SHORT, Role.ROPE_FACTORS_LONG)
-
-
-def _read_factors(facts: Facts, tensor: SourceTensor) -> npt.NDArray[np.float32]:
-    if tensor.dtype.name != "f32":
-        raise SourceError(
-            f"tensor {quote(tensor.name)}: expected type f32, found {tensor.dtype.name}"
-        )
-    return np.frombuffer(facts.source.read(tensor), "<f4")
-
-
-def _long_factors(facts: Facts) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """The factors of longrope in a GGUF file, short and long."""
-    found = {r.role: r.tensor for r in facts.residents if r.role in _LONGROPE}
-    if not found:
-        return None
-    if len(found) == 1:
-        (tensor,) = found.values()
-        raise SourceError(
-            f"tensor {quote(tensor.name)}: longrope needs short and long factors, found one of them"
-        )
-    names = quote_some([tensor.name for tensor in found.values()])
-    facts.notes.append(f"{names} are folded into the graph's rope and kept as optional tensors")
-    short, long = (tuple(_read_factors(facts, found[role]).tolist()) for role in _LONGROPE)
-    return short, long
-
-
-def _hf_rotated(facts: Facts) -> tuple[int, float | None]:
-    """The width that rope refers to, and the share of it that rotates (None: always all)."""
-    hyper, head_dim = facts.hyper, facts.dims["head"]
-    if hyper["nope_dim"] is not None:
-        return hyper["rope_dim"], None
-    if hyper["rope_dim"] is not None:
-        return head_dim, hyper["rope_dim"] / head_dim
-    return head_dim, hyper["rope_partial"]
-
-
-def _rope_graph(facts: Facts, rope: Rope) -> dict[str, Any]:
-    facts.warnings += rope.warnings
-    if rope.lacks is not None:
-        facts.lacks.append(rope.lacks)
-    graph = {
-        "rope_dim": 2 * len(rope.inv_freq),
-        "rope_pairing": facts.form.rope_pairing,
-        "rope_inv_freq": rope.inv_freq,
-        "rope_factor": rope.factor,
-    }
-    if rope.long is not None:
-        graph["rope_inv_freq_long"] = rope.long.inv_freq
-        graph["rope_factor_long"] = rope.long.factor
-        graph["rope_original_context"] = rope.long.original_context
-    return graph
 
 
 # ---------------------------------------------------------------- types, notes

@@ -7,6 +7,7 @@ from colibri_tools.families.rows.baidu import ERNIE4_5_MOE
 from colibri_tools.families.rows.deepseek import DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V3
 from colibri_tools.families.rows.granite import GRANITE_MOE
 from colibri_tools.families.rows.hunyuan import HUNYUAN_MOE
+from colibri_tools.families.rows.jetbrains import MELLUM
 from colibri_tools.families.rows.lg import EXAONE_MOE
 from colibri_tools.families.rows.llama4 import LLAMA4
 from colibri_tools.families.rows.minimax import MINIMAX_M2
@@ -25,6 +26,7 @@ FAMILIES: tuple[Family, ...] = (
     MIXTRAL,
     QWEN2_MOE,
     QWEN3_MOE,
+    MELLUM,
     OLMOE,
     FLEX_OLMO,
     DEEPSEEK,

@@ -93,10 +93,11 @@ static const float *values_of(const attention_job *job, const tile *t, range r, 
 // Makes weights of scores[n], in place, and notes their maximum and sum behind the output.
 static void weigh(const attention_job *job, float *s, size_t n, float *out) {
   const clb_engine *e = job->engine;
-  const float scale = (float)e->graph.attention_scale;
+  const float scale = (float)e->graph.attention_scale, cap = (float)e->graph.attention_softcap;
   float max = -INFINITY;
+  for (size_t i = 0; i < n; i++) s[i] *= scale;
+  if (cap > 0) clb_softcap_f32(e->kernels, s, s, cap, n);
   for (size_t i = 0; i < n; i++) {
-    s[i] *= scale;
     if (s[i] > max) max = s[i];
   }
   clb_exp_f32(e->kernels, s, s, max, n);

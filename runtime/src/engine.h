@@ -68,7 +68,7 @@ typedef struct {
   float *mixed;         // [B, n_heads, kv_lora] sums of latents
   float *latent_row;    // [threads, kv_lora] a row of kv_b
   float *projected;     // [B, H] attention's, the shared expert's or a dense layer's output
-  float *cos, *sin;     // [B, rope_dim / 2]
+  float *cos, *sin;     // [n_ropes, B, rope_dim / 2]
   float *scores;        // [threads, TILE, heads of a group, CHUNK]
   float *queries;       // [threads, TILE, heads of a group, kv_key_dim]
   float *partial;       // see place_attention: output[kv_value_dim], maximum, sum of heads
@@ -182,8 +182,8 @@ void clb_kv_write_value(const clb_engine *e, size_t row, const float *x);
 // forward.c: out[n] = weight * x / rms(x); out may be x.
 void clb_rms_norm(const clb_engine *e, const float *x, const float *weight, double eps, float *out, size_t n);
 
-// forward.c: rotates the first rope_dim floats of a head by the angles of scratch.
-void clb_rotate(const clb_engine *e, float *head, size_t token);
+// forward.c: rotates the first rope_dim floats of a head by the layer's angles in scratch.
+void clb_rotate(const clb_engine *e, size_t layer, float *head, size_t token);
 
 // attention.c: out [B, n_heads, kv_value_dim] of the batch, from q [B, n_heads, kv_key_dim] and the KV.
 void clb_attention(clb_engine *e, size_t layer, const clb_batch *batch, const float *q, float *out);

@@ -116,21 +116,33 @@ void clb_ffn_norm(clb_engine *e, size_t layer, size_t n_tokens) {
 }
 
 // The angles are products in f32, as transformers has them; their cosine is as good as double makes it.
-static void fill_rope(clb_engine *e, size_t n_tokens) {
+static void fill_rope(const clb_engine *e, const clb_rope *rope, float *cosines, float *sines, size_t n_tokens) {
   const size_t half = e->graph.rope_dim / 2;
-  const float factor = (float)e->graph.rope_factor;
+  const float factor = (float)rope->factor;
   for (size_t t = 0; t < n_tokens; t++) {
     for (size_t i = 0; i < half; i++) {
-      const double angle = (double)((float)e->scratch.position[t] * (float)e->graph.rope_inv_freq[i]);
-      e->scratch.cos[t * half + i] = (float)cos(angle) * factor;
-      e->scratch.sin[t * half + i] = (float)sin(angle) * factor;
+      const double angle = (double)((float)e->scratch.position[t] * (float)rope->inv_freq[i]);
+      cosines[t * half + i] = (float)cos(angle) * factor;
+      sines[t * half + i] = (float)sin(angle) * factor;
     }
   }
 }
 
-void clb_rotate(const clb_engine *e, float *head, size_t token) {
-  const size_t half = e->graph.rope_dim / 2;
-  const float *cosines = e->scratch.cos + token * half, *sines = e->scratch.sin + token * half;
+// Floats of scratch.cos, and of sin, that belong to one rope.
+static size_t rope_stride(const clb_engine *e) {
+  return e->batch_size * (e->graph.rope_dim / 2);
+}
+
+static void fill_ropes(clb_engine *e, size_t n_tokens) {
+  for (size_t i = 0; i < e->graph.n_ropes; i++) {
+    const size_t at = i * rope_stride(e);
+    fill_rope(e, &e->graph.ropes[i], e->scratch.cos + at, e->scratch.sin + at, n_tokens);
+  }
+}
+
+void clb_rotate(const clb_engine *e, size_t layer, float *head, size_t token) {
+  const size_t half = e->graph.rope_dim / 2, at = e->graph.layers[layer].rope_set * rope_stride(e) + token * half;
+  const float *cosines = e->scratch.cos + at, *sines = e->scratch.sin + at;
   const bool adjacent = e->graph.rope_pairing == CLB_ROPE_ADJACENT;
   const size_t step = adjacent ? 2 : 1, partner = adjacent ? 1 : half;
   for (size_t i = 0; i < half; i++) {
@@ -162,8 +174,8 @@ static void clip(const clb_engine *e, float *x, size_t n) {
   }
 }
 
-static void rotate_heads(const clb_engine *e, float *heads, size_t n_heads, size_t token) {
-  for (size_t h = 0; h < n_heads; h++) clb_rotate(e, heads + h * e->graph.head_dim, token);
+static void rotate_heads(const clb_engine *e, size_t layer, float *heads, size_t n_heads, size_t token) {
+  for (size_t h = 0; h < n_heads; h++) clb_rotate(e, layer, heads + h * e->graph.head_dim, token);
 }
 
 // Queries of layers without rope grow with the logarithm of their position.
@@ -190,8 +202,8 @@ static void heads_task(void *context, size_t task, size_t worker) {
   clip(e, k, n_k);
   clip(e, v, n_v);
   if (rope) {
-    rotate_heads(e, q, g->n_heads, task);
-    rotate_heads(e, k, g->n_kv_heads, task);
+    rotate_heads(e, job->layer, q, g->n_heads, task);
+    rotate_heads(e, job->layer, k, g->n_kv_heads, task);
   } else {
     temper(e, q, e->scratch.position[task]);
   }
@@ -267,9 +279,10 @@ static void attention_block(clb_engine *e, size_t i, const clb_batch *batch) {
   clb_axpy_f32(e->kernels, s->x, s->projected, (float)g->residual_scale, n * g->hidden);
 }
 
-// The logits of a span, divided and checked.
+// The logits of a span, divided, checked and capped: a capped infinity would be a finite number.
 static colibri_status finish_logits(const clb_engine *e, const clb_span *span) {
   const size_t vocab = e->graph.vocab, first = span->position + span->n_tokens - span->n_logits;
+  const float cap = (float)e->graph.logit_softcap;
   for (size_t i = 0; i < span->n_logits * vocab; i++) {
     span->logits[i] /= (float)e->graph.logit_divisor;
     if (isfinite(span->logits[i])) continue;
@@ -277,6 +290,7 @@ static colibri_status finish_logits(const clb_engine *e, const clb_span *span) {
                     "position %zu: the logit of token %zu is not finite; 'colibri verify' finds NaN in weights",
                     first + i / vocab, i % vocab);
   }
+  if (cap > 0) clb_softcap_f32(e->kernels, span->logits, span->logits, cap, span->n_logits * vocab);
   return COLIBRI_OK;
 }
 
@@ -359,7 +373,7 @@ static colibri_status layer(clb_engine *e, size_t i, const clb_batch *batch) {
 static colibri_status forward(clb_engine *e, const clb_batch *batch) {
   const double start = clb_seconds();
   CLB_TRY(begin(e, batch));
-  fill_rope(e, batch->n_tokens);
+  fill_ropes(e, batch->n_tokens);
   e->metrics.head_seconds += clb_seconds() - start;
   for (size_t i = 0; i < e->graph.n_layers; i++) {
     if (atomic_load(&e->cancelled)) return cancelled(e);

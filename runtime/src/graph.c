@@ -76,6 +76,11 @@ static const char *const KNOWN_GRAPH_KEYS[] = {
     "experts_scale_input",
     "chunks",
     "router_jitter",
+    "attention_softcap",
+    "logit_softcap",
+    "rope_of_layer",
+    "rope_inv_freq_more",
+    "rope_factor_more",
 };
 
 static bool is_known_graph_key(const char *key, size_t n_bytes) {
@@ -239,6 +244,8 @@ static colibri_status read_added_switches(loader *l) {
       {"graph.logit_divisor", FLT_MIN, &g->logit_divisor},
       {"graph.temperature_floor", FLT_MIN, &g->temperature_floor},
       {"graph.temperature_scale", -INFINITY, &g->temperature_scale},
+      {"graph.attention_softcap", FLT_MIN, &g->attention_softcap},
+      {"graph.logit_softcap", FLT_MIN, &g->logit_softcap},
   };
   for (size_t i = 0; i < COUNT(bools); i++) {
     if (has(l, bools[i].key)) CLB_TRY(read_bool(l, bools[i].key, bools[i].out));
@@ -296,7 +303,7 @@ static colibri_status read_switches(loader *l) {
   CLB_TRY(read_f64(l, "graph.attention_scale", -INFINITY, &g->attention_scale));
   CLB_TRY(read_f64(l, "graph.clip_qkv", 0, &g->clip_qkv));
   CLB_TRY(read_f64(l, "graph.norm_eps", 0, &g->norm_eps));
-  CLB_TRY(read_f64(l, "graph.rope_factor", -INFINITY, &g->rope_factor));
+  CLB_TRY(read_f64(l, "graph.rope_factor", -INFINITY, &g->ropes[0].factor));
   CLB_TRY(read_f64(l, "graph.router_scale", -INFINITY, &g->router_scale));
   CLB_TRY(read_bool(l, "graph.qkv_bias", &g->qkv_bias));
   CLB_TRY(read_bool(l, "graph.o_bias", &g->o_bias));
@@ -324,6 +331,23 @@ static colibri_status check_flags(const loader *l, const char *key, const uint64
   return COLIBRI_OK;
 }
 
+// Which rope each layer has; all the first one without the key.
+static colibri_status read_rope_of_layer(loader *l) {
+  clb_graph *g = l->graph;
+  const uint64_t *sets;
+  if (!has(l, "graph.rope_of_layer")) return COLIBRI_OK;
+  CLB_TRY(read_u64_array(l, "graph.rope_of_layer", g->n_layers, &sets));
+  for (size_t i = 0; i < g->n_layers; i++) {
+    if (sets[i] >= g->n_ropes) {
+      return clb_fail(l->error, COLIBRI_ERROR_FORMAT,
+                      "spec: graph.rope_of_layer[%zu]: expected less than %zu, found %llu", i, g->n_ropes,
+                      (unsigned long long)sets[i]);
+    }
+    g->layers[i].rope_set = (size_t)sets[i];
+  }
+  return COLIBRI_OK;
+}
+
 // What differs by layer. rope_layers and chunks are optional: all layers rotate, none has chunks.
 static colibri_status read_layers(loader *l) {
   clb_graph *g = l->graph;
@@ -345,11 +369,12 @@ static colibri_status read_layers(loader *l) {
         .moe = moe[i] == 1, .window = windows[i], .chunk = chunks ? chunks[i] : 0, .rope = !rope || rope[i] == 1};
     g->n_moe_layers += moe[i];
   }
-  return COLIBRI_OK;
+  return read_rope_of_layer(l);
 }
 
-static colibri_status read_frequencies(const loader *l, const char *key, const double **out) {
-  const uint64_t expected = l->graph->rope_dim / 2;
+// The frequencies of n_ropes ropes, one after the other.
+static colibri_status read_frequencies(const loader *l, const char *key, size_t n_ropes, const double **out) {
+  const uint64_t expected = n_ropes * (l->graph->rope_dim / 2);
   size_t n;
   if (!clb_spec_f64_array(l->container, key, out, &n)) return bad_key(l, key, "array of f64");
   if (n == expected) return COLIBRI_OK;
@@ -364,15 +389,44 @@ static colibri_status read_long_rope(loader *l) {
       !has(l, "graph.rope_original_context")) {
     return COLIBRI_OK;
   }
-  CLB_TRY(read_frequencies(l, "graph.rope_inv_freq_long", &g->rope_inv_freq_long));
-  CLB_TRY(read_f64(l, "graph.rope_factor_long", -INFINITY, &g->rope_factor_long));
+  CLB_TRY(read_frequencies(l, "graph.rope_inv_freq_long", 1, &g->long_rope.inv_freq));
+  CLB_TRY(read_f64(l, "graph.rope_factor_long", -INFINITY, &g->long_rope.factor));
   return read_u64(l, "graph.rope_original_context", 1, MAX_CONTEXT, &g->rope_original_context);
+}
+
+// Ropes that other layers have, and which layers: three keys that come together.
+static colibri_status read_more_ropes(loader *l) {
+  clb_graph *g = l->graph;
+  const double *frequencies, *factors;
+  size_t n;
+  g->n_ropes = 1;
+  if (!has(l, "graph.rope_of_layer") && !has(l, "graph.rope_inv_freq_more") && !has(l, "graph.rope_factor_more")) {
+    return COLIBRI_OK;
+  }
+  if (!has(l, "graph.rope_of_layer")) return bad_key(l, "graph.rope_of_layer", "array of u64");
+  if (!clb_spec_f64_array(l->container, "graph.rope_factor_more", &factors, &n)) {
+    return bad_key(l, "graph.rope_factor_more", "array of f64");
+  }
+  if (n < 1 || n >= CLB_MAX_ROPES) {
+    return clb_fail(l->error, COLIBRI_ERROR_FORMAT, "spec: graph.rope_factor_more: expected 1 to %d entries, found %zu",
+                    CLB_MAX_ROPES - 1, n);
+  }
+  CLB_TRY(read_frequencies(l, "graph.rope_inv_freq_more", n, &frequencies));
+  for (size_t i = 0; i < n; i++) {
+    if (!isfinite((float)factors[i])) {
+      return clb_fail(l->error, COLIBRI_ERROR_FORMAT,
+                      "spec: graph.rope_factor_more[%zu]: expected a number that fits f32, found %g", i, factors[i]);
+    }
+    g->ropes[g->n_ropes++] = (clb_rope){frequencies + i * (g->rope_dim / 2), factors[i]};
+  }
+  return COLIBRI_OK;
 }
 
 static colibri_status read_arrays(loader *l) {
   clb_graph *g = l->graph;
-  CLB_TRY(read_frequencies(l, "graph.rope_inv_freq", &g->rope_inv_freq));
+  CLB_TRY(read_frequencies(l, "graph.rope_inv_freq", 1, &g->ropes[0].inv_freq));
   CLB_TRY(read_long_rope(l));
+  CLB_TRY(read_more_ropes(l));
   if (!clb_spec_i64(l->container, "bos_id", &g->bos_id)) return bad_key(l, "bos_id", "i64");
   if (!clb_spec_u64_array(l->container, "eos_ids", &g->eos_ids, &g->n_eos)) {
     return bad_key(l, "eos_ids", "array of u64");
@@ -725,9 +779,8 @@ colibri_status clb_graph_load(const clb_container *container, clb_graph *graph, 
 }
 
 void clb_graph_use_context(clb_graph *graph, uint64_t n_positions) {
-  if (!graph->rope_inv_freq_long || n_positions <= graph->rope_original_context) return;
-  graph->rope_inv_freq = graph->rope_inv_freq_long;
-  graph->rope_factor = graph->rope_factor_long;
+  if (!graph->long_rope.inv_freq || n_positions <= graph->rope_original_context) return;
+  graph->ropes[0] = graph->long_rope;
 }
 
 void clb_graph_free(clb_graph *graph) {

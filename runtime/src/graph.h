@@ -27,7 +27,13 @@ typedef enum {
 } clb_router_score;
 typedef enum { CLB_GROUP_SCORE_MAX, CLB_GROUP_SCORE_TOP2 } clb_group_score;
 
-enum { CLB_MAX_ROUTER_GROUPS = 256 };
+enum { CLB_MAX_ROUTER_GROUPS = 256, CLB_MAX_ROPES = 16 };
+
+// Angular frequencies [rope_dim / 2], of the container, and what multiplies cos and sin.
+typedef struct {
+  const double *inv_freq;
+  double factor;
+} clb_rope;
 
 // Tensors of one layer, by role; NULL where the graph has none.
 typedef struct {
@@ -38,6 +44,7 @@ typedef struct {
   const clb_tensor *gate, *up, *down, *shared_router;  // gate, up, down: shared or dense
   bool moe, rope;
   uint64_t n_experts;
+  size_t rope_set;  // of clb_graph.ropes
   size_t row;       // of the expert index
   uint64_t window;  // 0: all
   uint64_t chunk;   // positions are seen from the last multiple of this on; 0: all
@@ -51,7 +58,8 @@ typedef struct {
   bool kv_values_in_keys;                       // values are the first kv_value_dim floats of the keys
   uint64_t top_k, max_experts, max_width, shared_width, dense_width;
   uint64_t router_groups, router_top_groups;  // 1, 1: no groups
-  double attention_scale, clip_qkv, norm_eps, latent_norm_eps, rope_factor;
+  double attention_scale, clip_qkv, norm_eps, latent_norm_eps;
+  double attention_softcap, logit_softcap;  // bounds of scores and logits; 0: none
   double embedding_scale, residual_scale, logit_divisor;
   double router_scale, router_norm_add, router_norm_min;
   double router_jitter;                         // of CLB_SCORE_SPARSEMIXER
@@ -67,10 +75,9 @@ typedef struct {
   clb_group_score router_group_score;
   clb_qk_norm qk_norm;
   clb_rope_pairing rope_pairing;
-  const double *rope_inv_freq;  // [rope_dim / 2], of the container
-  // The same two for contexts of more than rope_original_context positions; NULL: there are no others.
-  const double *rope_inv_freq_long;
-  double rope_factor_long;
+  clb_rope ropes[CLB_MAX_ROPES];
+  size_t n_ropes;
+  clb_rope long_rope;  // the first one for contexts of more than rope_original_context positions; NULL: there is none
   uint64_t rope_original_context;
   int64_t bos_id;
   const uint64_t *eos_ids;  // [n_eos], of the container

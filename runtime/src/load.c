@@ -263,8 +263,8 @@ static uint64_t place_scratch(clb_engine *e, uint8_t *base) {
   s->attn_gate = take_floats(base, &used, g->attention_gate ? b * g->n_heads * g->value_dim : 0);
   if (mla) place_latent(e, base, &used);
   s->projected = take_floats(base, &used, b * h);
-  s->cos = take_floats(base, &used, b * g->rope_dim / 2);
-  s->sin = take_floats(base, &used, b * g->rope_dim / 2);
+  s->cos = take_floats(base, &used, g->n_ropes * b * (g->rope_dim / 2));
+  s->sin = take_floats(base, &used, g->n_ropes * b * (g->rope_dim / 2));
   s->logits = take_floats(base, &used, g->vocab);
   s->sequence = take_ids(base, &used, b);
   s->position = take_ids(base, &used, b);

@@ -28,7 +28,7 @@ static void latent_task(void *context, size_t task, size_t worker) {
   }
   float *kv = e->scratch.kv_latent + task * g->kv_key_dim;
   clb_rms_norm(e, kv, l->kv_a_norm, g->latent_norm_eps, kv, g->kv_lora);
-  if (g->layers[job->layer].rope) clb_rotate(e, kv + g->kv_lora, task);
+  if (g->layers[job->layer].rope) clb_rotate(e, job->layer, kv + g->kv_lora, task);
   clb_kv_write_key(e, clb_kv_row(e, job->layer, e->scratch.sequence[task], 0, e->scratch.position[task]), kv);
 }
 
@@ -54,7 +54,7 @@ static void absorb_task(void *context, size_t head, size_t worker) {
     float *row = out + t * ldo;
     memset(row, 0, g->kv_lora * sizeof *row);
     memcpy(row + g->kv_lora, q + t * ldq + nope, g->rope_dim * sizeof *row);
-    if (g->layers[job->layer].rope) clb_rotate(e, row + g->kv_lora, t);
+    if (g->layers[job->layer].rope) clb_rotate(e, job->layer, row + g->kv_lora, t);
   }
   if (l->k_b.data) {  // already transposed
     clb_matmul_rows(e->kernels, l->k_b.type, l->k_b.data + head * g->kv_lora * l->k_b.row_bytes, l->k_b.row_bytes, nope,

@@ -79,6 +79,8 @@ _SEEDS = {
     "phimoe-mscales-long": 13,
     "qwen3_moe-longrope-long": 11,
     "olmoe-longrope-long": 8,
+    "mellum-yarn": 9,
+    "mellum-scaled": 9,
 }
 """Seeds of prompts that leave no router choice to the last bits; 7 elsewhere."""
 
@@ -332,6 +334,7 @@ NOT_CONVERTED = frozenset(("minimax_m2-all-rotary",))
 
 _LATENT_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 _LITE_YARN = {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+_LOCAL_YARN = {**_YARN, "rope_theta": 300.0}
 
 
 def _switch_cases() -> list[Case]:
@@ -374,6 +377,9 @@ def _switch_cases() -> list[Case]:
             tied=True,
         ),
         _row("minimax_m2-all-rotary", "minimax_m2", more={"rope_dim": None}),
+        _row("mellum-yarn", "mellum", (232,), rope=_YARN),
+        _row("mellum-scaled", "mellum", (232,), gguf=False, rope=_LLAMA3, local_rope=_LOCAL_YARN),
+        _row("mellum-dense", "mellum", dense_layers=(0, 2), tied=True, attention_bias=True),
         _row("flex_olmo-norm", "flex_olmo", norm_topk=True, attention_bias=True),
         _row(
             "afmoe-unscaled",
@@ -385,7 +391,30 @@ def _switch_cases() -> list[Case]:
     ]
 
 
-CASES = {case.name: case for case in (*_cases(), *_more_cases(), *_row_cases(), *_longrope_cases())}
+_BOTH = {"attention_softcap": 2.0, "logit_softcap": 5.0}
+
+
+def _softcap_cases() -> list[Case]:
+    """Capped scores and logits beside windows, sinks, latents, a divisor, and several ropes."""
+    far = {"prompts": (300,), "positions": (0, 99, 199, 254, 255, 256, 257, 299)}
+    sinks = tm.default_spec("gpt_oss", max_position=512, **_BOTH)
+    return [
+        _case("mixtral-softcap", "mixtral", window=16, **_BOTH),
+        _case("qwen3_moe-softcap-scores", "qwen3_moe", attention_softcap=1.5),
+        _case("olmoe-softcap-logits", "olmoe", logit_softcap=4.0),
+        _case("granitemoe-softcap", "granitemoe", logit_softcap=0.7, attention_softcap=1.0),
+        _case("gpt_oss-softcap", "gpt_oss", **_BOTH),
+        Case("gpt_oss-softcap-far", "gpt_oss", sinks, **far),
+        _row("deepseek_v3-softcap", "deepseek_v3", (40, 1), **_BOTH),
+        _row("mellum-softcap", "mellum", (40, 1), **_BOTH),
+    ]
+
+
+def _by_name(*groups: list[Case]) -> dict[str, Case]:
+    return {case.name: case for group in groups for case in group}
+
+
+CASES = _by_name(_cases(), _more_cases(), _row_cases(), _longrope_cases(), _softcap_cases())
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
+from transformers.models.gemma2.modeling_gemma2 import repeat_kv
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -95,10 +99,43 @@ def use_long_factors(model: Any) -> None:
     rotary.rope_init_fn = lambda config: short(config, seq_len=length)
 
 
+def cap_scores(model: Any, cap: float) -> None:
+    """Cap the scores of a model's attention by Gemma 2's function, which no family here has.
+
+    Gemma 2 has no sinks. A model with sinks gets its own function, whose keys are then the unit
+    vectors and whose queries the capped scores.
+    """
+    own = sys.modules[type(model.model.layers[0].self_attn).__module__].eager_attention_forward
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any
+    ) -> Any:
+        if getattr(module, "sinks", None) is None:
+            return gemma2_attention(module, query, key, value, mask, scaling=scaling, softcap=cap)
+        keys = repeat_kv(key, module.num_key_value_groups)
+        scores = cap * torch.tanh(query @ keys.transpose(2, 3) * scaling / cap)
+        unit = torch.eye(key.shape[2]).expand(1, key.shape[1], -1, -1)
+        return own(module, scores, unit, value, mask, 1.0)
+
+    name = f"capped-{cap}"
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model.config._attn_implementation = name
+
+
+def cap_logits(model: Any, cap: float) -> None:
+    """Cap the logits, behind everything that a model does to them."""
+
+    def hook(_: Any, __: Any, out: Any) -> None:
+        out.logits = cap * torch.tanh(out.logits / cap)
+
+    model.register_forward_hook(hook)
+
+
 def build(case: Case, path: Path) -> Any:
     """Write the checkpoint of a case and load it."""
     spec = case.spec.replace(experts_of_layer=None)
-    overrides = dict(case.overrides)
+    overrides = {"auto_map": tm.DELETE, **case.overrides}
     if overrides.get("model_type") in SAME_MODEL:
         overrides["model_type"] = SAME_MODEL[overrides["model_type"]]
     tm.write_hf(path, case.family, spec, dtype=case.dtype, overrides=overrides)
@@ -108,6 +145,10 @@ def build(case: Case, path: Path) -> Any:
     longrope = (case.spec.rope or {}).get("rope_type") == "longrope"
     if case.family == "phimoe" and longrope and case.ctx is None:
         use_long_factors(model)
+    if spec.attention_softcap is not None:
+        cap_scores(model, spec.attention_softcap)
+    if spec.logit_softcap is not None:
+        cap_logits(model, spec.logit_softcap)
     return model
 
 

@@ -89,11 +89,13 @@ AFMOE = Family(
         experts=common.GGUF_EXPERTS,
         keys={
             **common.GGUF_KEYS,
+            **common.GGUF_LOCAL_ROPE_KEYS,
             **common.GGUF_ROUTED_KEYS,
             "window_pattern": Key("pattern", ("{arch}.attention.sliding_window_pattern",)),
         },
         defaults={**GGUF_DEFAULTS, "gating": 2, "window_pattern": 4, "scaled_embedding": True},
         rope_pairing="half",
+        local_rope="scaled",
         drops=common.DROPS,
         windows="pattern",
         layer_kinds=False,

@@ -68,6 +68,9 @@ DEFAULTS = {
     "qkv_bias": None,
     "o_bias": None,
     "rope_theta": 10000.0,
+    "attention_softcap": None,
+    "logit_softcap": None,
+    "router_softcap": None,
     "bos_id": None,
     "eos_ids": (),
 }
@@ -86,6 +89,7 @@ GGUF_DEFAULTS = {
     "rope_beta_fast": 32.0,
     "rope_beta_slow": 1.0,
     "rope_truncate": True,
+    "rope_theta_local": None,
 }
 
 HF_TENSORS = (*common.HF_MODEL, *common.HF_ATTENTION)

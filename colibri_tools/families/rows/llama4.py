@@ -126,6 +126,7 @@ LLAMA4 = Family(
         keys={
             **common.without(common.GGUF_KEYS, "gating", "window"),
             **common.GGUF_QWEN_KEYS,
+            **common.GGUF_LOCAL_ROPE_KEYS,
             "chunk": Key("int", ("{arch}.attention.sliding_window",)),
         },
         # As llama.cpp: a window of 0 means rope everywhere, and 128 experts no norms of q and k.
@@ -136,6 +137,7 @@ LLAMA4 = Family(
             "use_qk_norm": lambda hyper: hyper["n_experts"] != 128,
         },
         rope_pairing="adjacent",
+        local_rope="scaled",
         drops=common.DROPS,
         windows="layer_types",
         layer_kinds=False,

@@ -111,11 +111,13 @@ GPT_OSS = Family(
         experts=_GGUF_EXPERTS,
         keys={
             **common.GGUF_KEYS,
+            **common.GGUF_LOCAL_ROPE_KEYS,
             "expert_width": Key("int", ("{arch}.expert_feed_forward_length",)),
             "window_pattern": Key("pattern", ("{arch}.attention.sliding_window_pattern",)),
         },
         defaults={**GGUF_DEFAULTS, **_DEFAULTS, "rope_truncate": False},
         rope_pairing="half",
+        local_rope="scaled",
         drops=common.DROPS,
         windows="pattern",
         layer_kinds=False,
