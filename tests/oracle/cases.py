@@ -329,7 +329,9 @@ def _row_cases() -> list[Case]:
     return [*out, *_switch_cases()]
 
 
-NOT_CONVERTED = frozenset(("minimax_m2-all-rotary",))
+NOT_CONVERTED = frozenset(
+    ("minimax_m2-all-rotary", "mellum-dense", "mellum-softcap", "deepseek_v3-softcap")
+)
 """Cases whose checkpoint llama.cpp's converter cannot express or takes for another one."""
 
 _LATENT_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
