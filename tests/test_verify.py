@@ -352,6 +352,17 @@ def test_missing_tensors_are_named(tmp_path: Path, name: str) -> None:
         ({"graph.qk_norm": "full"}, ["role attn_q_norm: expected shape 128, found 16"]),
         ({"graph.windows": [0]}, ["'graph.windows': expected 3 elements, found 1"]),
         ({"graph.rope_dim": 8}, ["'graph.rope_inv_freq': expected 4 elements, found 8"]),
+        (
+            {
+                "graph.rope_of_layer": [0],
+                "graph.rope_factor_more": [1.0, 1.0],
+                "graph.rope_inv_freq_more": [0.5] * 8,
+            },
+            [
+                "'graph.rope_of_layer': expected 3 elements, found 1",
+                "'graph.rope_inv_freq_more': expected 16 elements, found 8",
+            ],
+        ),
         ({"graph.head_dim": 32}, ["role attn_k: expected shape 64 by 64, found 32 by 64"]),
         ({"graph.dense_width": 25}, ["role dense_down: expected shape 64 by 25, found 64 by 24"]),
         ({"vocab_size": 132}, ["role token_embd: expected shape 132 by 64, found 131 by 64"]),
