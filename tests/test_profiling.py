@@ -31,7 +31,6 @@ from colibri_tools.repack import repack
 from colibri_tools.rewrite import reorder
 
 TINY_MOE = Path(__file__).parent.parent / "fixtures" / "tiny-moe"
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 TOP_K = 3  # of engine_models
 
 
@@ -68,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- what is counted -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tm.ALL_FAMILIES)
 def test_choices_are_those_of_transformers_token_by_token(
     containers: Containers, tmp_path: Path, family: str
 ) -> None:
@@ -184,6 +183,31 @@ def test_early_choices_and_squares_are_those_of_a_model_in_numpy(
     for name, squares in reference.squares.items():
         # float32 activations, with rounding of about 1e-6 in each layer
         assert np.abs(p.inputs[name] - squares).max() <= 1e-4 * squares.max()
+
+
+def test_squares_are_of_scaled_inputs_where_the_router_scales_them(
+    containers: Containers, tmp_path: Path
+) -> None:
+    """Llama 4 multiplies an expert's input by the router's weight, which is below 1.
+
+    An input is a normed vector times the norm's weights: without these its mean square is 1. What
+    float32 and the norm's epsilon change is about 1e-5.
+    """
+    path = containers.hf("llama4", tm.default_spec("llama4", top_k=2))
+    for name, prompts in (("alone", [[5]]), ("batch", [[5], [7], [11, 3]])):
+        p = profile(path, tmp_path, prompts, name, importance=True).report.profile
+        assert p.trace is not None
+        with colibri_tools.open(path) as container:
+            for row, layer in enumerate(p.layers):
+                norm = container.dequantize(f"layers.{layer}.ffn_norm").astype(np.float64)
+                squares = (p.inputs["gate"][row] / norm**2).mean(axis=1)
+                expected = np.zeros(p.max_experts)
+                weights = p.trace.weights[:, row].astype(np.float64) ** 2
+                np.add.at(expected, p.trace.experts[:, row], weights)
+                assert np.allclose(squares, expected, rtol=1e-3)
+                # Scaled and unscaled inputs can be told apart.
+                n = np.bincount(p.trace.experts[:, row].reshape(-1), minlength=p.max_experts)
+                assert not np.allclose(squares, n, rtol=1e-2)
 
 
 def test_squares_do_not_depend_on_batches_or_threads(model: Path, tmp_path: Path) -> None:

@@ -203,11 +203,12 @@ colibri_status clb_observer_set(clb_engine *e, const colibri_observation *o);  /
 void clb_observer_clear(clb_engine *e);
 void clb_observe_choices(clb_engine *e, size_t layer, size_t n_tokens);
 
-// Rows of one expert, whose inputs are rows token_of[first_pair ...] of scratch.normed.
+// Rows of one expert. Its inputs are those of `scaled` where the router's weight is in them (scaled.x is NULL where it
+// is not), else rows token_of[first_pair ...] of scratch.normed.
 typedef struct {
   uint32_t expert;
   size_t first_pair, n, width;
-  clb_rows hidden;
+  clb_rows scaled, hidden;
 } clb_expert_rows;
 
 void clb_observe_expert(const clb_engine *e, size_t layer, const clb_expert_rows *rows);

@@ -176,13 +176,16 @@ static clb_linear wide_out(const clb_engine *e, size_t layer, size_t n_tokens) {
 static void observe_task(void *context, size_t task, size_t worker) {
   (void)worker;
   const moe_job *job = context;
+  const clb_engine *e = job->engine;
   const expert_group *g = job->group;
-  clb_observe_expert(job->engine, job->layer,
-                     &(clb_expert_rows){.expert = g->expert[task],
-                                        .first_pair = g->first_pair[task],
-                                        .n = g->first_row[task + 1] - g->first_row[task],
-                                        .width = g->gate[task].rows,
-                                        .hidden = clb_rows_from(job->engine->scratch.hidden, g->first_row[task])});
+  const size_t row = g->first_row[task];
+  clb_expert_rows rows = {.expert = g->expert[task],
+                          .first_pair = g->first_pair[task],
+                          .n = g->first_row[task + 1] - row,
+                          .width = g->gate[task].rows,
+                          .hidden = clb_rows_from(e->scratch.hidden, row)};
+  if (e->graph.experts_scale_input) rows.scaled = clb_rows_from(e->scratch.gathered, row);
+  clb_observe_expert(e, job->layer, &rows);
 }
 
 // out[t] = down(activation(gate x[t], up x[t])) of all experts of the group, and of the shared expert if it is still to

@@ -138,7 +138,9 @@ void clb_observe_expert(const clb_engine *e, size_t layer, const clb_expert_rows
   const colibri_observation *o = &e->observer.to;
   const size_t h = e->graph.hidden, at = moe_layer_of(e, layer) * e->graph.max_experts + rows->expert;
   for (size_t i = 0; i < rows->n; i++) {
-    add_squares(o->inputs + at * h, e->scratch.normed.x + e->scratch.token_of[rows->first_pair + i] * h, h);
+    const float *x = rows->scaled.x ? rows->scaled.x + i * rows->scaled.ld
+                                    : e->scratch.normed.x + e->scratch.token_of[rows->first_pair + i] * h;
+    add_squares(o->inputs + at * h, x, h);
     add_squares(o->hidden + at * o->width, rows->hidden.x + i * rows->hidden.ld, rows->width);
   }
 }
