@@ -14,11 +14,17 @@ typedef struct {
 int clb_add_loss(uint32_t type, const void *encoded, const float *x, size_t n_rows, size_t n_cols,
                  const float *importance, clb_loss *loss);
 
-/* Replaying traces: see runtime/src/simulate.h. */
+/* Replaying traces, timing requests: see runtime/src/simulate.h. */
 typedef struct {
   uint64_t hits, misses;
   uint64_t bytes_read;
 } clb_simulation;
 bool clb_simulate(const char *path, uint64_t cache_bytes, bool preload, const uint32_t *rows, size_t n_rows,
-                  const uint32_t *experts, size_t n_tokens, size_t k, clb_simulation *out, char *error,
-                  size_t error_bytes);
+                  const uint32_t *experts, size_t n_tokens, size_t k, clb_simulation *out, uint64_t *by_misses,
+                  char *error, size_t error_bytes);
+typedef struct {
+  uint64_t n;
+  double seconds;
+} clb_request_time;
+bool clb_time_requests(const char *path, size_t k, uint32_t io_threads, double seconds, clb_request_time *times,
+                       bool *direct, char *error, size_t error_bytes);

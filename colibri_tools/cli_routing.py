@@ -235,10 +235,20 @@ colibri plan model.colibri --ram 16G --routing model.profile
 @click.argument("path", type=PATH)
 @click.option("--ram", type=SIZES, required=True, help=f"Memory of the whole model. {sizes_help}")
 @click.option("--disk", type=RATE, help="What the drive gives, as 3.5GB/s; default: measured.")
+@click.option(
+    "--compute",
+    type=float,
+    metavar="SECONDS",
+    help="Of a token in memory; default: measured, and left out with --disk.",
+)
 @click.option("--routing", type=PATH, help="A routing profile of this model.")
 @click.option("--ctx", type=click.IntRange(1), help="Positions to make room for.")
 def plan_command(output: Output, path: Path, **settings: Any) -> None:
-    """Show how memory would be split, and what speed the drive allows."""
+    """Show how memory would be split, and what speed to expect.
+
+    Without --disk this machine's drive and computing are measured. With it nothing is run: speed
+    is then what the drive allows at most.
+    """
     from colibri_tools.plan import plan_memory
 
     report(output, plan_memory(path, **settings))

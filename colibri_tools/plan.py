@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colibri_tools.container import Container
 from colibri_tools.container import open as open_container
-from colibri_tools.engine import Memory, advise, estimate, probe_drive
+from colibri_tools.engine import Memory, advise, estimate
 from colibri_tools.errors import ColibriError, UsageError
 from colibri_tools.output import format_bytes
 from colibri_tools.profile.file import RoutingProfile
 from colibri_tools.profile.fingerprint import container_fingerprint
 from colibri_tools.profile.routing import load_routing
-from colibri_tools.profile.simulate import engine_hits, main_rows
+from colibri_tools.profile.simulate import (
+    NO_BUDGET,
+    compute_time,
+    engine_replay,
+    main_rows,
+    mean_block,
+)
+from colibri_tools.profile.speed import ComputeTime, Rate, measure_rate, tokens_per_second
 from colibri_tools.profile.stats import coverage_at, coverage_curve
 
 if TYPE_CHECKING:
@@ -47,13 +55,18 @@ class BudgetPlan:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Budgets and what they give. `basis` says what hit rates come from."""
+    """Budgets and what they give. `basis` says what hit rates come from.
+
+    `compute` is None where speed is only what the drive allows at most.
+    """
 
     model: str
     bytes_per_second: float
     disk_source: str
     basis: str
     budgets: tuple[BudgetPlan, ...]
+    compute: ComputeTime | None = None
+    notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +76,9 @@ class MemoryPlan:
             "bytes_per_second": self.bytes_per_second,
             "disk_source": self.disk_source,
             "basis": self.basis,
+            "compute": None if self.compute is None else asdict(self.compute),
             "budgets": [asdict(budget) for budget in self.budgets],
+            "notes": list(self.notes),
             "warnings": list(self.warnings),
         }
 
@@ -75,16 +90,19 @@ class MemoryPlan:
         for name in ("memory", "resident", "KV", "scratch, other", "experts", "of all", "found"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("read per token", justify="right", no_wrap=True)
-        table.add_column("tokens/s, at most", justify="right", no_wrap=True)
+        at_most = "" if self.compute else ", at most"
+        table.add_column("tokens/s" + at_most, justify="right", no_wrap=True)
         for budget in self.budgets:
             table.add_row(*_cells(budget))
         console.print(table)
-        console.print(
-            f"drive: {self.bytes_per_second / 1e9:.2f} GB/s, {self.disk_source}; found in the "
-            f"cache: {self.basis}. Tokens/s is what the drive allows; computing comes on top.",
-            style="dim",
-            soft_wrap=True,
-        )
+        text = f"drive: {self.bytes_per_second / 1e9:.2f} GB/s, {self.disk_source}; found in the "
+        text += f"cache: {self.basis}. "
+        if self.compute is None:
+            text += "Tokens/s is what the drive allows; computing comes on top."
+        else:
+            seconds = self.compute.experts + self.compute.other
+            text += f"Computing a token: {1e3 * seconds:.3g} ms."
+        console.print(text, style="dim", soft_wrap=True)
 
 
 def _cells(b: BudgetPlan) -> list[str]:
@@ -110,14 +128,17 @@ def plan_memory(
     ram: Sequence[int],
     *,
     disk: float | None = None,
+    compute: float | None = None,
     routing: PathLike | None = None,
     ctx: int | None = None,
 ) -> MemoryPlan:
     """Plan the container `path` for memory budgets `ram`, in bytes.
 
-    `disk` is in bytes per second; None measures it. `routing` is a profile of the model: its trace
-    is replayed, or else its counts tell what the hottest experts cover; without one all experts
-    count as equally likely. Raises UsageError, FormatError and JobError.
+    `disk` is in bytes per second; None measures this machine: its drive and, unless `compute` says
+    it, the seconds of computing a token. With `disk` alone speed is what the drive allows at most.
+    `routing` is a profile of the model: its trace is replayed, or else its counts tell what the
+    hottest experts cover; without one all experts count as equally likely. Raises UsageError,
+    FormatError and JobError.
     """
     if not ram:
         raise UsageError("give --ram: how much memory there is")
@@ -126,13 +147,11 @@ def plan_memory(
         if routing is not None:
             profile = load_routing(Path(routing), container_fingerprint(container)).profile
         model = _Model(os.fspath(path), container, profile)
-    if disk is None:
-        rate, source = probe_drive(path).bytes_per_second, "measured"
-    else:
-        rate, source = disk, "given"
-    budgets = tuple(_budget(model, budget, rate, ctx) for budget in ram)
-    if all(budget.memory is None for budget in budgets):
-        raise UsageError(budgets[-1].refused or "")
+    memories = [_memory(model.path, budget, ctx) for budget in ram]
+    if all(isinstance(memory, str) for memory in memories):
+        raise UsageError(str(memories[-1]))
+    notes = model.measure(disk, compute)
+    budgets = tuple(_budget(model, *pair) for pair in zip(ram, memories, strict=True))
     warnings = [
         f"{format_bytes(b.ram_bytes)}: {advice.text}"
         for b in budgets
@@ -141,27 +160,49 @@ def plan_memory(
         if advice.warning
     ]
     warnings += [f"{format_bytes(b.ram_bytes)}: {b.refused}" for b in budgets if b.refused]
-    return MemoryPlan(os.fspath(path), rate, source, model.basis, budgets, tuple(warnings))
+    return MemoryPlan(
+        model=os.fspath(path),
+        bytes_per_second=model.rate.bytes_per_second if model.rate else 0.0,
+        disk_source=model.rate.source if model.rate else "measured",
+        basis=model.basis,
+        budgets=budgets,
+        compute=model.compute,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+    )
 
 
-def _budget(model: _Model, ram: int, rate: float, ctx: int | None) -> BudgetPlan:
+def _memory(path: str, ram: int, ctx: int | None) -> Memory | str:
+    """The split of a budget, or why it is too small."""
     try:
-        memory = estimate(model.path, ram_budget=ram, ctx=ctx, precision="fast")
+        return estimate(path, ram_budget=ram, ctx=ctx, precision="fast")
     except UsageError:
         raise
     except ColibriError as error:
-        return BudgetPlan(ram, None, error.message)
-    hit_rate = model.hit_rate(memory)
-    missed = (1 - hit_rate) * memory.token_bytes
-    speed = rate / missed if missed > 0 and rate > 0 else None
-    return BudgetPlan(ram, memory, None, hit_rate, missed, speed)
+        return error.message
+
+
+def _budget(model: _Model, ram: int, memory: Memory | str) -> BudgetPlan:
+    if isinstance(memory, str):
+        return BudgetPlan(ram, None, memory)
+    by_misses = model.by_misses(memory)
+    missed = sum(m * n for m, n in enumerate(by_misses))
+    hit_rate = 1 - missed / max(model.top_k * sum(by_misses), 1)
+    n_bytes = missed * model.block_bytes
+    speed = None
+    if model.rate is not None and (n_bytes or model.compute):
+        speed = tokens_per_second(model.rate, model.compute, by_misses, model.block_bytes)
+    return BudgetPlan(ram, memory, None, hit_rate, n_bytes, speed)
 
 
 class _Model:
-    """A container, and what is known of which experts it uses."""
+    """A container, what is known of which experts it uses, and how fast it is read and computed."""
 
     def __init__(self, path: str, container: Container, profile: RoutingProfile | None) -> None:
         self.path, self.profile, self.rows = path, profile, main_rows(container)
+        self.top_k, self.block_bytes = int(container.spec["top_k"]), mean_block(container)
+        self.rate: Rate | None = None
+        self.compute: ComputeTime | None = None
         if profile is None:
             self.basis = "as if all experts were equally likely"
         elif profile.trace is None:
@@ -170,15 +211,33 @@ class _Model:
             n = min(_MAX_TOKENS, len(profile.trace.experts))
             self.basis = f"the profile's trace ({n} tokens), replayed"
 
-    def hit_rate(self, memory: Memory) -> float:
-        """Return the share of chosen experts that a plan's cache is expected to hold."""
-        if memory.cache_bytes >= memory.all_experts_bytes:
-            return 1.0
-        share = memory.cache_bytes / memory.all_experts_bytes
-        if self.profile is None:
-            return share
-        if self.profile.trace is None:
-            return coverage_at(coverage_curve(self.profile.counts(), self.profile.mask()), share)
-        experts = self.profile.trace.experts[:_MAX_TOKENS]
-        hits, misses, _ = engine_hits(self.path, experts, self.rows, memory.cache_bytes)
-        return hits / (hits + misses)
+    def measure(self, disk: float | None, compute: float | None) -> list[str]:
+        """Take what is given and measure the rest; return notes on what could not be."""
+        if disk is None:
+            self.rate = measure_rate(self.path, self.top_k, self.block_bytes)
+        else:
+            self.rate = Rate(disk, "given")
+            if compute is None:
+                return []
+        limits = estimate(self.path, ram_budget=NO_BUDGET, precision="fast")
+        self.compute, notes = compute_time(self.path, limits, compute, self.top_k, self.rate)
+        return notes
+
+    def by_misses(self, memory: Memory) -> list[float]:
+        """Return how many requests of a token are expected to miss 0, 1, ... top_k experts."""
+        n_rows = len(self.rows)
+        share = memory.cache_bytes / max(memory.all_experts_bytes, 1)
+        if self.profile is not None and self.profile.trace is not None:
+            if share >= 1:  # what is read once only does not count
+                return [n_rows, *[0.0] * self.top_k]
+            experts = self.profile.trace.experts[:_MAX_TOKENS]
+            found = engine_replay(self.path, experts, self.rows, memory.cache_bytes)
+            return [n / len(experts) for n in found.by_misses]
+        if self.profile is not None and share < 1:
+            share = coverage_at(coverage_curve(self.profile.counts(), self.profile.mask()), share)
+        return [n_rows * chance for chance in _binomial(self.top_k, 1 - min(share, 1.0))]
+
+
+def _binomial(n: int, chance: float) -> list[float]:
+    """Chances of 0, 1, ... n misses, each expert being missed independently of the others."""
+    return [comb(n, m) * chance**m * (1 - chance) ** (n - m) for m in range(n + 1)]

@@ -18,7 +18,8 @@ from colibri_tools.plan import plan_memory
 from colibri_tools.profile.file import RoutingProfile, load_profile
 from colibri_tools.profile.profiling import profile_routing
 from colibri_tools.profile.replay import replay, requests_of
-from colibri_tools.profile.simulate import ComputeTime, engine_hits, simulate
+from colibri_tools.profile.simulate import engine_replay, simulate
+from colibri_tools.profile.speed import ComputeTime, Rate, measure_rate, tokens_per_second
 from colibri_tools.repack import repack
 from colibri_tools.rewrite import reorder
 
@@ -72,11 +73,13 @@ def test_the_engine_meets_what_its_store_met_in_the_replay(
 ) -> None:
     """Promised: within 0.1 point. What reads finish first may decide between equal blocks."""
     container, path, ids = tiny
-    hits, misses, n_bytes = engine_hits(container, experts_of(path), range(N_ROWS), blocks * BLOCK)
+    found = engine_replay(container, experts_of(path), range(N_ROWS), blocks * BLOCK)
     measured, measured_bytes = decode(container, ids, blocks * BLOCK)
-    assert abs(hits / (hits + misses) - measured) <= 0.001
-    assert n_bytes == misses * BLOCK
-    assert abs(n_bytes - measured_bytes) <= 0.001 * len(ids) * TOKEN * BLOCK
+    assert abs(found.hit_rate - measured) <= 0.001
+    assert found.bytes_read == found.misses * BLOCK
+    assert abs(found.bytes_read - measured_bytes) <= 0.001 * len(ids) * TOKEN * BLOCK
+    assert sum(found.by_misses) == len(ids) * N_ROWS
+    assert sum(m * n for m, n in enumerate(found.by_misses)) == found.misses
 
 
 def test_preloading_is_replayed_too(tiny: tuple[Path, Path, list[int]], tmp_path: Path) -> None:
@@ -84,9 +87,9 @@ def test_preloading_is_replayed_too(tiny: tuple[Path, Path, list[int]], tmp_path
     hot = tmp_path / "hot.colibri"
     reorder(container, hot, routing=path)
     experts, cache = experts_of(path)[:20], 24 * BLOCK
-    cold, _, _ = engine_hits(hot, experts, range(N_ROWS), cache)
-    warm, _, _ = engine_hits(hot, experts, range(N_ROWS), cache, preload=True)
-    assert warm > cold
+    cold = engine_replay(hot, experts, range(N_ROWS), cache)
+    warm = engine_replay(hot, experts, range(N_ROWS), cache, preload=True)
+    assert warm.hits > cold.hits
 
 
 def test_no_policy_beats_the_optimum_and_a_larger_cache_never_hurts_it(
@@ -127,10 +130,47 @@ def test_speed_is_what_the_drive_and_computing_allow(tiny: tuple[Path, Path, lis
     assert slow.tokens_per_second == pytest.approx(1e6 / slow.bytes_per_token)
     both = simulate(path, container, expert_cache=[8 * BLOCK], disk=1e6, compute=0.5).results[0]
     assert both.tokens_per_second == pytest.approx(1 / (0.5 + slow.bytes_per_token / 1e6))
-    # Experts are computed while others are read; the rest is not.
-    time = ComputeTime(experts=0.2, other=0.1)
-    assert time.token_seconds(0.05) == pytest.approx(0.3)
-    assert time.token_seconds(0.5) == pytest.approx(0.6)
+
+
+def test_experts_are_computed_while_others_are_read() -> None:
+    """Two layers of two experts: 0.2 s of experts a token, 0.05 for each; 0.1 for the rest."""
+    compute = ComputeTime(experts=0.2, other=0.1)
+
+    def seconds(rate: Rate, by_misses: list[float], time: ComputeTime | None = compute) -> float:
+        return 1 / (tokens_per_second(rate, time, by_misses, 1e6) or 0)
+
+    fast, slow = Rate(1e9, "given"), Rate(1e6, "given")
+    assert seconds(fast, [2, 0, 0]) == pytest.approx(0.3)  # nothing to read
+    assert seconds(fast, [0, 2, 0]) == pytest.approx(0.3)  # reads are behind the other expert
+    assert seconds(slow, [0, 2, 0]) == pytest.approx(0.1 + 2 * (1 + 0.05))
+    assert seconds(slow, [1, 0, 1]) == pytest.approx(0.1 + 0.1 + 2 + 0.05)
+    assert seconds(slow, [1, 0, 1], None) == pytest.approx(2)
+    assert tokens_per_second(slow, None, [2, 0, 0], 1e6) is None
+    # What a request was seen to take goes before bandwidth, and grows with what delays it.
+    measured = Rate(1e9, "measured", (0.0, 0.4, 0.5))
+    assert measured.seconds(1.5, 1e6) == pytest.approx(0.45)
+    assert seconds(measured, [0, 0, 2]) == pytest.approx(0.1 + 2 * (0.5 + 0.05))
+    delayed = ComputeTime(experts=0.2, other=0.1, stretch=2.0)
+    assert seconds(measured, [0, 0, 2], delayed) == pytest.approx(0.1 + 2 * (1.0 + 0.05))
+
+
+def test_this_machine_is_measured(tiny: tuple[Path, Path, list[int]]) -> None:
+    container, path, _ = tiny
+    rate = measure_rate(container, TOP_K, BLOCK)
+    assert rate is not None and rate.request_seconds is not None
+    assert len(rate.request_seconds) == TOP_K + 1 and rate.request_seconds[0] == 0
+    assert all(0 < s < 10 for s in rate.request_seconds[1:])
+    assert rate.bytes_per_second == pytest.approx(TOP_K * BLOCK / rate.request_seconds[TOP_K])
+    result = simulate(path, container, expert_cache=[8 * BLOCK])
+    assert result.compute is not None and result.compute.stretch >= 1
+    assert result.compute.experts > 0 and result.compute.other > 0
+    assert result.rate is not None and result.rate.source == "measured"
+    speed = result.results[0].tokens_per_second
+    assert speed is not None and speed < 1 / (result.compute.experts + result.compute.other)
+    planned = plan_memory(container, [40 << 20, 80 << 20], routing=path)
+    assert planned.compute is not None and planned.notes == ()
+    small, large = (budget.tokens_per_second for budget in planned.budgets)
+    assert small is not None and large is not None and small < large
 
 
 def test_long_traces_are_cut_and_said_to_be(tiny: tuple[Path, Path, list[int]]) -> None:
@@ -151,7 +191,7 @@ def test_what_cannot_be_simulated_is_refused(
     with pytest.raises(UsageError, match=r"expected at least 786432 bytes \(two blocks\)"):
         simulate(path, container, expert_cache=[1000])
     with pytest.raises(FormatError, match="expert is 16, expected less than 16"):
-        engine_hits(container, np.full((1, 4, 2), 16, np.uint16), range(4), 8 * BLOCK)
+        engine_replay(container, np.full((1, 4, 2), 16, np.uint16), range(4), 8 * BLOCK)
     other = make_model(tmp_path / "other.colibri")
     with pytest.raises(UsageError, match="profile of another model"):
         simulate(path, other, expert_cache=[8 * BLOCK])
@@ -170,16 +210,21 @@ def test_plans_split_budgets_and_use_what_is_known_of_routing(
     small, large = plain.budgets
     assert small.memory is not None and large.memory is not None
     assert small.memory.total_bytes <= 40 << 20
-    assert small.hit_rate == small.memory.cache_bytes / small.memory.all_experts_bytes
+    assert small.hit_rate is not None
+    assert small.hit_rate == pytest.approx(
+        small.memory.cache_bytes / small.memory.all_experts_bytes
+    )
     assert small.tokens_per_second == pytest.approx(
         1e9 / ((1 - small.hit_rate) * small.memory.token_bytes)
     )
     assert large.hit_rate == 1 and large.tokens_per_second is None
     replayed = plan_memory(container, [40 << 20], disk=1e9, routing=path).budgets[0]
-    hits, misses, _ = engine_hits(
-        container, experts_of(path), range(N_ROWS), small.memory.cache_bytes
-    )
-    assert replayed.hit_rate == hits / (hits + misses) > small.hit_rate
+    found = engine_replay(container, experts_of(path), range(N_ROWS), small.memory.cache_bytes)
+    assert replayed.hit_rate == pytest.approx(found.hit_rate)
+    assert found.hit_rate > small.hit_rate  # type: ignore[operator]
+    assert replayed.bytes_per_token == pytest.approx(found.bytes_read / len(experts_of(path)))
+    computed = plan_memory(container, [80 << 20], disk=1e9, compute=0.02).budgets[0]
+    assert computed.tokens_per_second == pytest.approx(50)
     too_small = plan_memory(container, [1 << 20, 40 << 20], disk=1e9)
     assert too_small.budgets[0].memory is None and "at least" in str(too_small.budgets[0].refused)
     with pytest.raises(UsageError, match="at least"):

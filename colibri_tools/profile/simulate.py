@@ -18,7 +18,7 @@ import numpy.typing as npt
 from colibri_tools.container import Container
 from colibri_tools.container import open as open_container
 from colibri_tools.container.format import Stream
-from colibri_tools.engine import Engine, Memory, estimate, probe_drive
+from colibri_tools.engine import Memory, estimate
 from colibri_tools.errors import ColibriError, FormatError, UsageError
 from colibri_tools.native import ffi, lib
 from colibri_tools.output import format_bytes
@@ -26,18 +26,26 @@ from colibri_tools.profile.file import RoutingProfile
 from colibri_tools.profile.fingerprint import container_fingerprint
 from colibri_tools.profile.replay import Requests, replay, requests_of
 from colibri_tools.profile.routing import load_routing
+from colibri_tools.profile.speed import (
+    ComputeTime,
+    Rate,
+    measure_compute,
+    measure_rate,
+    tokens_per_second,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = [
+    "NO_BUDGET",
     "CacheResult",
-    "ComputeTime",
-    "Rate",
+    "Replayed",
     "Simulation",
-    "engine_hits",
+    "compute_time",
+    "engine_replay",
     "main_rows",
-    "measure_compute",
+    "mean_block",
     "simulate",
 ]
 
@@ -50,27 +58,7 @@ _MAX_CHOICES = 1_000_000
 
 _CURVE_POINTS = 16
 
-_NO_BUDGET = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """What the drive gives, bytes per second, and how that is known: "given" or "measured"."""
-
-    bytes_per_second: float
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class ComputeTime:
-    """Seconds of a token whose experts are all in memory: computing experts, and all else."""
-
-    experts: float
-    other: float
-
-    def token_seconds(self, io_seconds: float) -> float:
-        """Return a token's time. Experts are computed while others are being read."""
-        return self.other + max(self.experts, io_seconds)
+NO_BUDGET = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +140,7 @@ def simulate(
         raise UsageError("give --ram or --expert-cache: how much memory there is")
     with open_container(model) as container:
         routing = load_routing(Path(profile), container_fingerprint(container)).profile
-        rows, block_bytes = main_rows(container), _mean_block(container)
+        rows, block_bytes = main_rows(container), mean_block(container)
     if routing.trace is None or not len(routing.trace.experts):
         raise UsageError(f"{profile}: has no trace to replay; profile-routing --trace keeps one")
     experts = routing.trace.experts
@@ -161,10 +149,11 @@ def simulate(
     sizes: list[tuple[int, int | None]] = [
         (m.cache_bytes, budget) for m, budget in zip(memories, ram, strict=True)
     ]
-    limits = estimate(model, ram_budget=_NO_BUDGET, precision="fast")
+    limits = estimate(model, ram_budget=NO_BUDGET, precision="fast")
     sizes += [(_checked_cache(size, limits), None) for size in expert_cache]
-    rate = _rate(model, disk)
-    time, notes = _compute_time(model, limits, compute)
+    top_k = experts.shape[2]
+    rate = measure_rate(model, top_k, block_bytes) if disk is None else Rate(disk, "given")
+    time, notes = compute_time(model, limits, compute, top_k, rate)
     job = _Replay(os.fspath(model), rows, block_bytes, kept, routing, limits, rate, time)
     results = tuple(job.result(size, budget) for size, budget in sizes)
     if len(kept) < len(experts):
@@ -193,38 +182,16 @@ def _checked_cache(size: int, limits: Memory) -> int:
     return min(size, limits.all_experts_bytes)
 
 
-def _rate(model: PathLike, disk: float | None) -> Rate | None:
-    if disk is not None:
-        return Rate(disk, "given")
-    drive = probe_drive(model)
-    return Rate(drive.bytes_per_second, "measured") if drive.bytes_per_second else None
-
-
-def _compute_time(
-    model: PathLike, limits: Memory, compute: float | None
+def compute_time(
+    model: PathLike, limits: Memory, compute: float | None, top_k: int, rate: Rate | None
 ) -> tuple[ComputeTime | None, list[str]]:
+    """Return a token's time, `compute` seconds or measured, and a note where it cannot be."""
     if compute is not None:
         return ComputeTime(0.0, compute), []
     try:
-        return measure_compute(model, limits), []
+        return measure_compute(model, limits, top_k, rate), []
     except ColibriError as error:
         return None, [f"time to compute is left out, as it could not be measured: {error.message}"]
-
-
-def measure_compute(model: PathLike, limits: Memory, n: int = 4) -> ComputeTime:
-    """Evaluate a token again and again with its experts in memory. Raises what opening raises."""
-    cache = min(limits.all_experts_bytes, max(limits.token_bytes, limits.min_cache_bytes))
-    with Engine(model, precision="fast", ctx=16, expert_cache=cache, check="never") as engine:
-        seconds = []
-        for _ in range(n + 1):
-            engine.rewind(0)
-            engine.reset_stats()
-            engine.eval([1])
-            stats = engine.stats()
-            own = stats.seconds - stats.io_wait_seconds
-            seconds.append((own, stats.experts_seconds))
-        best = min(seconds[1:])
-    return ComputeTime(best[1], best[0] - best[1])
 
 
 # --- replaying ------------------------------------------------------------------------------------
@@ -235,7 +202,7 @@ def main_rows(container: Container) -> tuple[int, ...]:
     return tuple(i for i, row in enumerate(container.rows) if row.stream == Stream.MAIN)
 
 
-def _mean_block(container: Container) -> float:
+def mean_block(container: Container) -> float:
     """Bytes of memory that a block takes on average."""
     sizes = [
         -(-container.layout_of(row, expert).n_bytes // 4096) * 4096
@@ -267,28 +234,27 @@ class _Replay:
 
     def result(self, cache_bytes: int, ram_bytes: int | None) -> CacheResult:
         """Replay with every policy."""
-        hits, misses, bytes_read = engine_hits(self.model, self.experts, self.rows, cache_bytes)
+        found = engine_replay(self.model, self.experts, self.rows, cache_bytes)
         capacity = int(cache_bytes / self.block_bytes)
-        rates = {"engine": hits / (hits + misses)}
+        rates = {"engine": found.hit_rate}
         for policy in POLICIES[1:]:
             rates[policy] = replay(policy, self.requests, capacity, self.counts)
-        per_token = bytes_read / len(self.experts)
         return CacheResult(
             cache_bytes=cache_bytes,
             ram_bytes=ram_bytes,
             blocks=capacity,
             hit_rates=rates,
-            bytes_per_token=per_token,
-            tokens_per_second=self._speed(per_token),
+            bytes_per_token=found.bytes_read / len(self.experts),
+            tokens_per_second=self._speed(found),
             below_token=cache_bytes < min(self.limits.token_bytes, self.limits.all_experts_bytes),
         )
 
-    def _speed(self, bytes_per_token: float) -> float | None:
+    def _speed(self, found: Replayed) -> float | None:
         if self.rate is None:
             return None
-        io_seconds = bytes_per_token / self.rate.bytes_per_second
-        seconds = io_seconds if self.compute is None else self.compute.token_seconds(io_seconds)
-        return 1 / seconds if seconds > 0 else None
+        by_misses = [n / len(self.experts) for n in found.by_misses]
+        block = found.bytes_read / found.misses if found.misses else self.block_bytes
+        return tokens_per_second(self.rate, self.compute, by_misses, block)
 
     def curve(self) -> tuple[tuple[int, float, float], ...]:
         """Hit rates of the engine and of LRU, from two blocks to all of them."""
@@ -296,9 +262,9 @@ class _Replay:
         sizes = {int(least + (most - least) * i / _CURVE_POINTS) for i in range(_CURVE_POINTS + 1)}
         points = []
         for size in sorted(sizes):
-            hits, misses, _ = engine_hits(self.model, self.experts, self.rows, size)
+            found = engine_replay(self.model, self.experts, self.rows, size)
             lru = replay("lru", self.requests, int(size / self.block_bytes), self.counts)
-            points.append((size, hits / (hits + misses), lru))
+            points.append((size, found.hit_rate, lru))
         return tuple(points)
 
     def warnings(self, results: Sequence[CacheResult]) -> list[str]:
@@ -313,15 +279,33 @@ class _Replay:
         ]
 
 
-def engine_hits(
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What the engine's store met: experts found and missed, bytes it would have read.
+
+    `by_misses[m]` is how many requests missed m experts, 0 to top_k.
+    """
+
+    hits: int
+    misses: int
+    bytes_read: int
+    by_misses: tuple[int, ...]
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of chosen experts that were in memory."""
+        return self.hits / max(self.hits + self.misses, 1)
+
+
+def engine_replay(
     model: PathLike,
     experts: npt.NDArray[np.uint16],
     rows: Sequence[int],
     cache_bytes: int,
     *,
     preload: bool = False,
-) -> tuple[int, int, int]:
-    """Return hits, misses and bytes read when the engine's store replays a trace.
+) -> Replayed:
+    """Return what the engine's store meets when it replays a trace.
 
     `experts` are [tokens, rows, top_k], `rows` their row numbers in the container. With `preload`
     the cache is filled with the first blocks of the file before. Raises FormatError.
@@ -330,6 +314,7 @@ def engine_hits(
     flat = np.ascontiguousarray(experts, np.uint32)
     row_numbers = np.array(rows, np.uint32)
     found, text = ffi.new("clb_simulation *"), ffi.new("char[]", lib.COLIBRI_ERROR_BYTES)
+    by_misses = np.zeros(k + 1, np.uint64)
     ok = lib.clb_simulate(
         os.fsencode(model),
         cache_bytes,
@@ -340,9 +325,11 @@ def engine_hits(
         n,
         k,
         found,
+        ffi.from_buffer("uint64_t[]", by_misses),
         text,
         len(text),
     )
     if not ok:
         raise FormatError(f"{os.fspath(model)}: {ffi.string(text).decode('utf-8', 'replace')}")
-    return int(found.hits), int(found.misses), int(found.bytes_read)
+    counts = tuple(by_misses.tolist())
+    return Replayed(int(found.hits), int(found.misses), int(found.bytes_read), counts)

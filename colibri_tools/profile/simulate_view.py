@@ -22,6 +22,10 @@ def render(s: Simulation, console: Console) -> None:
     )
     if s.rate is not None:
         speed = f"drive: {s.rate.bytes_per_second / 1e9:.2f} GB/s, {s.rate.source}"
+        if s.rate.request_seconds is not None:
+            times = s.rate.request_seconds
+            speed += f"; one missing expert takes {1e3 * times[1]:.3g} ms"
+            speed += f", {len(times) - 1} take {1e3 * times[-1]:.3g} ms" if len(times) > 2 else ""
         if s.compute is not None:
             total = 1e3 * (s.compute.experts + s.compute.other)
             speed += f"; computing a token: {total:.3g} ms"
