@@ -1,18 +1,29 @@
-"""Orders of blocks, with and without preloading, on text like the profile and unlike it.
+"""Orders of blocks, with and without preloading, on text like the profile and unlike it; and what
+`simulate` predicts beside what is measured.
 
-usage: bench_order.py [--folder DIR] [--sizes 100K,400K,1500K,5M] [--scale 1.0] [--tokens 96]
-                      [--rounds 3] [--cache 0.25] [--limit BYTES] [--threads 2] [--keep]
+usage: bench_order.py [--out bench_order.md] [--folder .] [--minutes 15] [--rounds 3]
+                      [--sizes 100K,400K,1500K,5M] [--scale 1.0] [--cache 0.33] [--threads 2]
 
-For each block size a random model is written whose routers follow the token, so that a stream of
-Zipf-distributed tokens has hot experts and another stream over other tokens has other ones. It is
-profiled on text of the first kind and reordered; then every order x preload x text decodes the
-same tokens, one round after the other, each in a process of its own, with the page cache dropped
-before and in a control group (version 1) of `--limit` bytes where this is root's to do. `--cache`
-is the share of all experts that the cache holds.
+For each block size a random model of 0.9 to 1.5 GB is written whose routers answer to the token: an
+embedding is a direction of its own, plus one that all tokens of its half of the vocabulary share,
+plus one that all tokens share, and attention and experts are small beside it. So a token chooses
+much the same experts wherever it stands, tokens of one half resemble each other (domains), and some
+experts are liked by all. A text draws tokens of one half by Zipf's law, so that it has hot experts
+which a profile can learn: "like" texts are of the half that was profiled, other tokens drawn;
+"unlike" ones of the other half. `--cache` is the share of all experts that the cache holds: enough
+is missed that the drive decides.
 
-Prints machine, settings, the way of reading that was in use, every median, and a Markdown table.
-tokens/s counts decoding only; preloading is in the time of opening. Reads are system calls
-that read, and bytes are those the drive was asked for, both per decoded token. Nothing is asserted.
+The model is profiled and reordered; then every order x preload x text decodes the same tokens one
+by one, in turns, round after round, each in a process of its own whose memory is the cache and 512
+MiB (a control group, where this is root's to make), the container's pages dropped from the page
+cache before it. Before each round the profile's trace, cut to as many tokens, is simulated: the drive and
+computing are measured, and tokens/s of the order `id` without preloading is predicted.
+
+--out is written anew after every round, so that what is there when it is interrupted is sound.
+Rounds end when a size has had its share of --minutes. Containers are removed; the disk needs four
+times the largest model, 6 GB. tokens/s counts decoding only; preloading is in the time of opening.
+Reads are system calls that read, and bytes are those the drive was asked for, both per decoded
+token. No prefetching but in the line that says so. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -21,16 +32,19 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_run import cpu_name
 
 from colibri_tools.container import (
     ContainerWriter,
@@ -48,36 +62,46 @@ from colibri_tools.engine import Engine
 from colibri_tools.output import format_bytes, parse_size
 from colibri_tools.profile.profiling import profile_routing
 from colibri_tools.profile.report import ordering_benefit
+from colibri_tools.profile.simulate import CacheResult, simulate
 from colibri_tools.profile.stats import coverage, held_out
 from colibri_tools.rewrite import reorder
 
-HIDDEN, HEADS, HEAD_DIM, VOCAB, TOP_K = 512, 8, 64, 2048, 8
+HIDDEN, HEADS, HEAD_DIM, VOCAB = 512, 2, 64, 2048
 ORDERS = ("id", "hotness", "layer-hotness", "coactivation")
 TEXTS = ("like", "unlike")
-ZIPF = 1.1
+ZIPF = 1.0
+DOMAIN, COMMON = 0.6, 0.4  # beside a token's own direction, of 1
+BESIDE_CACHE = 512 << 20
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model by its block size. `n_experts` and `n_layers` are those of scale 1."""
+    """A model by its block size, at scale 1; `n_tokens` are decoded."""
 
     width: int
     n_layers: int
     n_experts: int
+    top_k: int
+    n_tokens: int
+
+    def scaled(self, scale: float) -> Shape:
+        """Fewer layers and experts."""
+        layers, experts = (round(n * scale) for n in (self.n_layers, self.n_experts))
+        return replace(self, n_layers=max(2, layers), n_experts=max(2 * self.top_k, experts))
 
 
 SHAPES = {
-    100 << 10: Shape(64, 32, 256),
-    400 << 10: Shape(256, 32, 128),
-    1500 << 10: Shape(960, 16, 128),
-    5 << 20: Shape(3200, 8, 96),
+    100 << 10: Shape(64, 32, 256, 8, 96),
+    400 << 10: Shape(256, 16, 128, 8, 96),
+    1500 << 10: Shape(960, 10, 80, 8, 48),
+    5 << 20: Shape(3200, 5, 56, 4, 48),
 }
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def spec_of(n_layers: int, width: int) -> dict[str, Any]:
+def spec_of(shape: Shape) -> dict[str, Any]:
     graph = {
         "attention": "gqa",
         "n_heads": HEADS,
@@ -88,7 +112,7 @@ def spec_of(n_layers: int, width: int) -> dict[str, Any]:
         "o_bias": False,
         "qk_norm": "none",
         "clip_qkv": 0.0,
-        "windows": [0] * n_layers,
+        "windows": [0] * shape.n_layers,
         "norm": "rms",
         "norm_eps": 1e-6,
         "rope_dim": HEAD_DIM,
@@ -108,16 +132,16 @@ def spec_of(n_layers: int, width: int) -> dict[str, Any]:
         "source_kind": "safetensors",
         "executable": True,
         "order": "id",
-        "n_layers": n_layers,
+        "n_layers": shape.n_layers,
         "n_mtp_layers": 0,
         "hidden_size": HIDDEN,
         "vocab_size": VOCAB,
         "context_length": 4096,
-        "top_k": TOP_K,
-        "expert_width": width,
+        "top_k": shape.top_k,
+        "expert_width": shape.width,
         "total_params": 1,
         "active_params": 1,
-        "moe_layers": [1] * n_layers,
+        "moe_layers": [1] * shape.n_layers,
         "tokenizer": "none",
         "bos_id": -1,
         "eos_ids": [],
@@ -134,8 +158,9 @@ def residents_of(n_layers: int, n_experts: int) -> list[ResidentItem]:
     ]
     for layer in range(n_layers):
         shapes += [(Role.ATTN_NORM, layer, (HIDDEN,)), (Role.FFN_NORM, layer, (HIDDEN,))]
-        for role in (Role.ATTN_Q, Role.ATTN_K, Role.ATTN_V, Role.ATTN_O):
-            shapes.append((role, layer, (HIDDEN, HIDDEN)))
+        for role in (Role.ATTN_Q, Role.ATTN_K, Role.ATTN_V):
+            shapes.append((role, layer, (HEADS * HEAD_DIM, HIDDEN)))
+        shapes.append((Role.ATTN_O, layer, (HIDDEN, HEADS * HEAD_DIM)))
         shapes.append((Role.ROUTER, layer, (n_experts, HIDDEN)))
     return [
         ResidentItem(
@@ -148,6 +173,17 @@ def residents_of(n_layers: int, n_experts: int) -> list[ResidentItem]:
         )
         for role, layer, shape in shapes
     ]
+
+
+def embedding(random: np.random.Generator) -> Any:
+    """float32 [vocabulary, hidden]: tokens, their domain and what they have in common."""
+    own = random.standard_normal((VOCAB, HIDDEN), np.float32)
+    domains = random.standard_normal((2, HIDDEN), np.float32)
+    common = random.standard_normal(HIDDEN, np.float32)
+    values = own + COMMON * common
+    for domain, kind in zip(domains, TEXTS, strict=True):
+        values[half_of(kind)] += DOMAIN * domain
+    return values
 
 
 def write_model(path: Path, shape: Shape) -> None:
@@ -167,7 +203,7 @@ def write_model(path: Path, shape: Shape) -> None:
         for layer in range(shape.n_layers)
     ]
     plan = plan_container(
-        spec=spec_of(shape.n_layers, shape.width),
+        spec=spec_of(shape),
         blobs={},
         provenance={"tool": "bench"},
         residents=residents_of(shape.n_layers, shape.n_experts),
@@ -181,7 +217,9 @@ def write_model(path: Path, shape: Shape) -> None:
             values = random.standard_normal(item.shape, np.float32)
             if len(item.shape) == 1:
                 values = np.ones(item.shape, np.float32)
-            elif item.role not in (Role.TOKEN_EMBD, Role.ROUTER):
+            elif item.role == Role.TOKEN_EMBD:
+                values = embedding(random)
+            elif item.role != Role.ROUTER:
                 values *= 0.01 * HIDDEN**-0.5
             writer.write_tensor(item.name, values.tobytes())
         for row in range(shape.n_layers):
@@ -195,14 +233,17 @@ def write_model(path: Path, shape: Shape) -> None:
         writer.seal()
 
 
+def half_of(kind: str) -> Any:
+    """The ids that texts of a kind are made of."""
+    ids = np.random.default_rng(99).permutation(VOCAB)
+    return ids[: VOCAB // 2] if kind == "like" else ids[VOCAB // 2 :]
+
+
 def text(kind: str, n: int, seed: int) -> list[int]:
     """Tokens of a Zipf distribution over one half of the vocabulary or the other."""
-    random = np.random.default_rng(seed)
-    half = VOCAB // 2
-    chance = 1 / np.arange(1, half + 1) ** ZIPF
-    drawn = random.choice(half, n, p=chance / chance.sum())
-    ids = np.random.default_rng(99).permutation(VOCAB)
-    own = ids[:half] if kind == "like" else ids[half:]
+    own = half_of(kind)
+    chance = 1 / np.arange(1, len(own) + 1) ** ZIPF
+    drawn = np.random.default_rng(seed).choice(len(own), n, p=chance / chance.sum())
     return [int(i) for i in own[drawn]]
 
 
@@ -227,6 +268,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         ctx=len(tokens),
         precision="fast",
         preload=job["cache"] if job["preload"] else 0,
+        prefetch_depth=job["prefetch"],
     ) as engine:
         opening = time.perf_counter() - opening
         engine.reset_stats()
@@ -248,13 +290,11 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def drop_caches() -> bool:
-    os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-    except OSError:
-        return False
-    return True
+def drop_pages(path: Path) -> None:
+    """Take a file out of the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # dirty pages could not be dropped
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Limit:
@@ -273,13 +313,16 @@ class Limit:
         if self.path is not None:
             (self.path / "cgroup.procs").write_text("0")
 
-    def close(self) -> None:
+    def __enter__(self) -> Limit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.path is not None:
             self.path.rmdir()
 
 
 def run_job(job: dict[str, Any], limit: Limit) -> dict[str, Any]:
-    drop_caches()
+    drop_pages(Path(job["path"]))
     done = subprocess.run(
         [sys.executable, __file__, "--measure"],
         input=json.dumps(job),
@@ -294,63 +337,39 @@ def run_job(job: dict[str, Any], limit: Limit) -> dict[str, Any]:
     return found
 
 
-# --- all of them ----------------------------------------------------------------------------------
+# --- one size -------------------------------------------------------------------------------------
 
 
-def prepare(folder: Path, name: str, shape: Shape, n_profiled: int) -> tuple[dict[str, Path], int]:
-    """Write the model in every order; return the containers, and bytes of all experts."""
-    paths = {order: folder / f"{name}-{order}.colibri" for order in ORDERS}
-    write_model(paths["id"], shape)
-    ids = folder / f"{name}.ids"
-    ids.write_text(",".join(map(str, text("like", n_profiled, seed=1))))
-    profile = folder / f"{name}.profile"
-    result = profile_routing(paths["id"], profile, token_files=[("like", ids)], force=True)
-    p = result.report.profile
-    print(f"  {ordering_benefit(coverage(p.counts(), p.mask()), held_out(p))[1]}")
-    for order in ORDERS[1:]:
-        reorder(paths["id"], paths[order], routing=profile, order=order, force=True)
-    return paths, result_bytes(paths["id"])
+@dataclass
+class Results:
+    """What was measured of one size: rows of tables, made anew after each round."""
+
+    name: str
+    shape: Shape
+    about: str = ""
+    found: dict[tuple[str, bool, str], list[dict[str, Any]]] = field(default_factory=dict)
+    predicted: list[CacheResult] = field(default_factory=list)
+    prefetched: list[dict[str, Any]] = field(default_factory=list)
+
+    def rows(self) -> list[str]:
+        """The table of orders."""
+        return [_row(self.name, *key, results) for key, results in self.found.items()]
+
+    def prediction_rows(self) -> list[str]:
+        """A line for each round: predicted and measured."""
+        measured = self.found.get(("id", False, "like"), [])
+        lines = []
+        for p, m, ahead in zip(self.predicted, measured, self.prefetched, strict=False):
+            speed, seen = p.tokens_per_second or 0.0, float(m["tokens_per_second"])
+            lines.append(
+                f"| {self.name} | {speed:.1f} | {seen:.1f} | {100 * (speed / seen - 1):+.0f} % | "
+                f"{p.hit_rates['engine']:.1%} | {m['hit_rate']:.1%} | {m['wait_share']:.0%} | "
+                f"{ahead['tokens_per_second']:.1f} |"
+            )
+        return lines
 
 
-def result_bytes(path: Path) -> int:
-    with Engine(path, ctx=8, threads=1) as engine:
-        return engine.memory.all_experts_bytes
-
-
-def bench(args: argparse.Namespace, folder: Path, size: int, shape: Shape) -> list[str]:
-    name = format_bytes(size).replace(" ", "")
-    print(f"{name} blocks: {shape.n_layers} layers x {shape.n_experts} experts, top {TOP_K}")
-    paths, all_bytes = prepare(folder, name, shape, args.profiled)
-    cache = max(int(args.cache * all_bytes), 4 * size)
-    limit = Limit(args.limit or cache + (512 << 20))
-    where = "none" if limit.path is None else format_bytes(args.limit or cache + (512 << 20))
-    print(
-        f"  experts {format_bytes(all_bytes)}, cache {format_bytes(cache)}, memory limit {where}, "
-        f"page cache {'dropped' if drop_caches() else 'NOT dropped'}"
-    )
-    found: dict[tuple[str, bool, str], list[dict[str, Any]]] = {}
-    for round_number in range(args.rounds):
-        for kind in TEXTS:
-            tokens = text(kind, args.tokens, seed=100 + round_number)
-            for preload in (False, True):
-                for order in ORDERS:
-                    job = {
-                        "path": str(paths[order]),
-                        "tokens": tokens,
-                        "cache": cache,
-                        "preload": preload,
-                        "threads": args.threads,
-                    }
-                    found.setdefault((order, preload, kind), []).append(run_job(job, limit))
-    limit.close()
-    if not args.keep:
-        for path in paths.values():
-            path.unlink()
-    print(f"  read by {next(iter(found.values()))[0]['backend']}")
-    return [row(name, *key, results) for key, results in found.items()]
-
-
-def row(name: str, order: str, preload: bool, kind: str, results: list[dict[str, Any]]) -> str:
+def _row(name: str, order: str, preload: bool, kind: str, results: list[dict[str, Any]]) -> str:
     def median(key: str) -> float:
         return statistics.median(float(result[key]) for result in results)
 
@@ -358,53 +377,142 @@ def row(name: str, order: str, preload: bool, kind: str, results: list[dict[str,
     return (
         f"| {name} | {kind} | {order} | {'yes' if preload else 'no'} | "
         f"{median('tokens_per_second'):.1f} ({speeds[0]:.1f}-{speeds[-1]:.1f}) | "
-        f"{median('reads'):.0f} | {format_bytes(int(median('bytes')))} | "
+        f"{median('reads'):.1f} | {format_bytes(int(median('bytes')))} | "
         f"{median('hit_rate'):.1%} | {median('wait_share'):.0%} | {median('open_seconds'):.2f} |"
     )
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Prepared:
+    """A model in every order, its profile, and bytes of all experts."""
+
+    paths: dict[str, Path]
+    profile: Path
+    all_bytes: int
+    benefit: str
+
+
+def prepare(folder: Path, name: str, shape: Shape, n_profiled: int) -> Prepared:
+    paths = {order: folder / f"{name}-{order}.colibri" for order in ORDERS}
+    write_model(paths["id"], shape)
+    ids = folder / f"{name}.ids"
+    ids.write_text(",".join(map(str, text("like", n_profiled, seed=1))))
+    profile = folder / f"{name}.profile"
+    files = [("like", ids)]
+    result = profile_routing(paths["id"], profile, token_files=files, trace=True, force=True)
+    p = result.report.profile
+    for order in ORDERS[1:]:
+        reorder(paths["id"], paths[order], routing=profile, order=order, force=True)
+    with Engine(paths["id"], ctx=8, threads=1) as engine:
+        all_bytes = engine.memory.all_experts_bytes
+    benefit = ordering_benefit(coverage(p.counts(), p.mask()), held_out(p))[1]
+    return Prepared(paths, profile, all_bytes, benefit)
+
+
+def run_round(
+    args: argparse.Namespace, results: Results, model: Prepared, cache: int, limit: Limit
+) -> None:
+    number, shape = len(results.predicted), results.shape
+    drop_pages(model.paths["id"])
+    choices = shape.n_tokens * shape.n_layers * shape.top_k
+    found = simulate(model.profile, model.paths["id"], expert_cache=[cache], max_choices=choices)
+    job: dict[str, Any] = {"cache": cache, "threads": args.threads, "prefetch": 0}
+    for kind in TEXTS:
+        job["tokens"] = text(kind, shape.n_tokens, seed=100 + number)
+        for preload in (False, True):
+            for order in ORDERS:
+                job |= {"path": str(model.paths[order]), "preload": preload}
+                results.found.setdefault((order, preload, kind), []).append(run_job(job, limit))
+    job |= {"path": str(model.paths["id"]), "preload": False, "prefetch": 1}
+    job["tokens"] = text("like", shape.n_tokens, seed=100 + number)
+    results.prefetched.append(run_job(job, limit))
+    results.predicted.append(found.results[0])
+
+
+def bench(args: argparse.Namespace, folder: Path, results: Results, end: float) -> Iterator[None]:
+    """Measure one size until `end`, a round at least. Yields after each round."""
+    shape, name = results.shape, results.name
+    model = prepare(folder, name, shape, args.profiled)
+    cache = int(args.cache * model.all_bytes)
+    with Limit(cache + BESIDE_CACHE) as limit:
+        where = "none" if limit.path is None else format_bytes(cache + BESIDE_CACHE)
+        results.about = (
+            f"- {name}: {shape.n_layers} layers x {shape.n_experts} experts, top {shape.top_k}, "
+            f"{shape.n_tokens} tokens; experts {format_bytes(model.all_bytes)}, cache "
+            f"{format_bytes(cache)}, memory limit {where}; {model.benefit}"
+        )
+        for _ in range(args.rounds):
+            start = time.monotonic()
+            run_round(args, results, model, cache, limit)
+            backend = next(iter(results.found.values()))[0]["backend"]
+            print(f"{name}: round {len(results.predicted)}, read by {backend}", file=sys.stderr)
+            yield
+            if time.monotonic() + (time.monotonic() - start) > end:
+                break
+    for path in model.paths.values():
+        path.unlink()
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+ORDERS_HEAD = """
+| block | text | order | preload | tokens/s (range) | reads | bytes | hits | waiting | open, s |
+| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
+
+PREDICTED_HEAD = """
+| block | predicted tokens/s | measured | off by | predicted hits | measured | waiting | prefetch |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+
+
+def write_tables(out: Path, args: argparse.Namespace, all_results: list[Results]) -> None:
+    lines = [
+        f"{cpu_name()}, {os.cpu_count()} CPUs, {args.threads} threads, Python "
+        f"{platform.python_version()}; load average {os.getloadavg()[0]:.1f}; rounds: "
+        + ", ".join(f"{r.name} {len(r.predicted)}" for r in all_results),
+        "",
+        *(r.about for r in all_results),
+        ORDERS_HEAD,
+        *(row for r in all_results for row in r.rows()),
+        PREDICTED_HEAD,
+        *(row for r in all_results for row in r.prediction_rows()),
+    ]
+    out.write_text("\n".join(lines) + "\n")
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="for containers; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path("bench_order.md"))
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the drive to measure")
+    parser.add_argument("--minutes", type=float, default=14.0)
     parser.add_argument("--sizes", default="100K,400K,1500K,5M")
     parser.add_argument("--scale", type=float, default=1.0, help="of experts and layers")
-    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--profiled", type=int, default=2048, help="tokens of the profile")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cache", type=float, default=0.25, help="share of all experts")
-    parser.add_argument("--limit", type=parse_size, help="memory; default: cache + 512 MiB")
+    parser.add_argument("--cache", type=float, default=0.33, help="share of all experts")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--keep", action="store_true", help="keep the containers")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     if args.measure:
         print(json.dumps(measure(json.load(sys.stdin))))
         return
-    print(
-        f"{platform.machine()}, {os.cpu_count()} CPUs, {args.threads} threads, Python "
-        f"{platform.python_version()}; {args.tokens} tokens, {args.rounds} rounds"
-    )
-    lines: list[str] = []
-    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
-        for size in map(parse_size, args.sizes.split(",")):
-            if size not in SHAPES:
-                raise SystemExit(
-                    f"--sizes: expected some of {', '.join(map(format_bytes, SHAPES))}"
-                )
-            full = SHAPES[size]
-            shape = Shape(
-                full.width,
-                max(2, round(full.n_layers * args.scale)),
-                max(2 * TOP_K, round(full.n_experts * args.scale)),
-            )
-            lines += bench(args, Path(temporary), size, shape)
-    print()
-    print(
-        "| block | text | order | preload | tokens/s (range) | reads | bytes | hits | waiting "
-        "| open, s |"
-    )
-    print("| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-    print("\n".join(lines))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up
+    deadline = time.monotonic() + 60 * args.minutes
+    sizes = list(map(parse_size, args.sizes.split(",")))
+    if not set(sizes) <= SHAPES.keys():
+        raise SystemExit(f"--sizes: expected some of {', '.join(map(format_bytes, SHAPES))}")
+    all_results: list[Results] = []
+    with tempfile.TemporaryDirectory(prefix="bench-order-", dir=args.folder) as folder:
+        for i, size in enumerate(sizes):
+            shape = SHAPES[size].scaled(args.scale)
+            all_results.append(Results(format_bytes(size), shape))
+            end = time.monotonic() + (deadline - time.monotonic()) / (len(sizes) - i)
+            for _ in bench(args, Path(folder), all_results[-1], end):
+                write_tables(args.out, args, all_results)
+    print(args.out.read_text(), end="")
 
 
 if __name__ == "__main__":
