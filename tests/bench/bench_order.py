@@ -16,8 +16,8 @@ is missed that the drive decides.
 The model is profiled and reordered; then every order x preload x text decodes the same tokens one
 by one, in turns, round after round, each in a process of its own whose memory is the cache and 512
 MiB (a control group, where this is root's to make), the container's pages dropped from the page
-cache before it. Before each round the profile's trace, cut to as many tokens, is simulated: the drive and
-computing are measured, and tokens/s of the order `id` without preloading is predicted.
+cache before it. Before each round the profile's trace, cut to as many tokens, is simulated: the
+drive and computing are measured, and tokens/s of the order `id` without preloading is predicted.
 
 --out is written anew after every round, so that what is there when it is interrupted is sound.
 Rounds end when a size has had its share of --minutes. Containers are removed; the disk needs four
