@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_models import make_model
+from engine_models import EXPERTS, make_model
 
+import colibri_tools
 from colibri_tools.native import ffi, lib
 
 IOS = ["COLIBRI_IO_PREAD", "COLIBRI_IO_URING", "COLIBRI_IO_MMAP", "COLIBRI_IO_BUFFERED"]
@@ -91,6 +94,83 @@ def test_preload_leaves_nothing_to_read(model: Path) -> None:
     _, metrics = run(model, preload_bytes=2**64 - 1, expert_cache_bytes=cache_bytes(model, 1000))
     assert metrics.expert_hits == metrics.expert_requests
     assert metrics.bytes_read == metrics.preloaded_bytes
+
+
+_LOG_READS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <sys/uio.h>
+static void note(off_t offset, ssize_t n) {
+  fprintf(stderr, "read %lld %zd\\n", (long long)offset, n);
+}
+ssize_t pread(int fd, void *to, size_t n, off_t offset) {
+  ssize_t (*next)(int, void *, size_t, off_t) = dlsym(RTLD_NEXT, "pread");
+  ssize_t found = next(fd, to, n, offset);
+  note(offset, found);
+  return found;
+}
+ssize_t pread64(int fd, void *to, size_t n, off_t offset) { return pread(fd, to, n, offset); }
+ssize_t preadv(int fd, const struct iovec *to, int n, off_t offset) {
+  ssize_t (*next)(int, const struct iovec *, int, off_t) = dlsym(RTLD_NEXT, "preadv");
+  ssize_t found = next(fd, to, n, offset);
+  note(offset, found);
+  return found;
+}
+ssize_t preadv64(int fd, const struct iovec *to, int n, off_t offset) {
+  return preadv(fd, to, n, offset);
+}
+"""
+
+_EVAL = """
+import sys
+from colibri_tools.engine import Engine
+path, preload, n = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with Engine(path, threads=1, io_threads=1, preload=preload) as engine:
+    engine.reset_stats()
+    print("eval", file=sys.stderr, flush=True)
+    engine.forward(list(range(n)))
+    print("end", file=sys.stderr, flush=True)
+"""
+
+
+def reads_of(model: Path, folder: Path, preload: int, n_tokens: int) -> list[list[list[int]]]:
+    """[offset, bytes] of reads of expert blocks: before the evaluation, and during it."""
+    (folder / "log.c").write_text(_LOG_READS)
+    shim = folder / "log.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, folder / "log.c", "-ldl"], check=True)
+    command = [sys.executable, "-c", _EVAL, model, str(preload), str(n_tokens)]
+    done = subprocess.run(
+        command,
+        check=True,
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+    )
+    with colibri_tools.open(model) as container:
+        first = int(container.index["offset"].min())
+    parts = done.stderr.partition("end\n")[0].split("eval\n")
+    lines = [[line.split() for line in part.splitlines()] for part in parts]
+    return [
+        [[int(at), int(n)] for word, at, n in part if word == "read" and int(at) >= first]
+        for part in lines
+    ]
+
+
+def test_the_prefix_is_preloaded_front_to_back_in_large_reads(model: Path, tmp_path: Path) -> None:
+    before, during = reads_of(model, tmp_path, 1 << 40, 8)
+    assert during == []
+    ends = [at + n for at, n in before]
+    assert [at for at, _ in before[1:]] == ends[:-1]  # without a gap
+    n_blocks = 4 * EXPERTS
+    assert len(before) == -(-n_blocks // 16)  # 16 small blocks in a read
+
+
+def test_neighbours_that_one_request_misses_are_one_read(model: Path, tmp_path: Path) -> None:
+    before, during = reads_of(model, tmp_path, 0, 64)  # a batch that wants every expert
+    assert before == []
+    block = during[0][1] // EXPERTS
+    assert [n for _, n in during] == [EXPERTS * block] * 4  # a read for each layer
 
 
 @pytest.mark.parametrize(
