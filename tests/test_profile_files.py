@@ -218,6 +218,7 @@ def test_inspect_writes_a_page_that_stands_alone(folder: Path, tmp_path: Path) -
     page = tmp_path / "p.html"
     assert run("inspect", folder / "a", "--html", page) == 0
     text = page.read_text()
+    assert 'label("layer"' in text and 'label("expert"' in text
     assert text.startswith("<!DOCTYPE html>") and "://" not in text.replace(
         "http://www.w3.org/2000/svg", ""
     )
@@ -237,5 +238,7 @@ def test_options_about_other_files_are_refused(
     assert "--map does not apply to a routing profile" in capsys.readouterr().err
     assert run("inspect", folder / "model.colibri", "--html", tmp_path / "x") == 2
     assert "is no routing profile" in capsys.readouterr().err
+    assert run("inspect", tmp_path / "gone", "--html", tmp_path / "x") != 0
+    assert "no such file" in capsys.readouterr().err
     assert run("inspect", folder / "a", "--html", folder / "a") == 2
     assert "is the profile itself" in capsys.readouterr().err

@@ -81,6 +81,10 @@ th, td { padding: .15rem .8rem .15rem 0; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 th { border-bottom: 1px solid var(--line); font-weight: 600; }
 canvas { image-rendering: pixelated; width: 100%; display: block; border: 1px solid var(--line); }
+.map { position: relative; margin: 0 0 1.6rem 2.4rem; }
+.map span { position: absolute; font-size: 11px; line-height: 1; opacity: .7; }
+.map .layer { right: 100%; margin-right: .4rem; transform: translateY(-50%); }
+.map .expert { top: 100%; margin-top: .3rem; transform: translateX(-50%); }
 .scroll { max-height: 24rem; overflow: auto; } .dim { opacity: .7; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(22rem, 1fr)); gap: 1.5rem; }
 .plots > div { max-width: 38rem; } table + table { margin-top: 1rem; }
@@ -94,7 +98,7 @@ svg { width: 100%; height: auto; } svg text { font-size: 11px; fill: currentColo
 <h2>Selections against the layer's average</h2>
 <p class="dim">1/16 or less <span class="bar" id="scale"></span> 16 x or more; rows are layers,
 columns experts.</p>
-<canvas id="heat"></canvas>
+<div class="map" id="map"><canvas id="heat"></canvas></div>
 <p id="where">Point at a cell.</p>
 <div class="plots">
 <div><h2>Coverage</h2><svg id="coverage" viewBox="0 0 430 300"></svg></div>
@@ -136,6 +140,19 @@ r.selections.forEach((row, y) => row.forEach((count, x) => {
   image.data.set([...color(count / (average[y] || 1)), 255], 4 * (y * r.n_experts + x));
 }));
 canvas.getContext("2d").putImageData(image, 0, 0);
+function label(kind, names, side, most) {  // every 1st, 2nd, 4th, ... of them
+  let step = 1;
+  while (names.length / step > most) step *= 2;
+  for (let i = 0; i < names.length; i += step) {
+    const e = document.createElement("span");
+    e.className = kind;
+    e.textContent = names[i];
+    e.style[side] = 100 * (i + .5) / names.length + "%";
+    get("map").append(e);
+  }
+}
+label("layer", r.layers, "top", 32);
+label("expert", Array.from({length: r.n_experts}, (_, i) => i), "left", 32);
 canvas.addEventListener("mousemove", event => {
   const box = canvas.getBoundingClientRect();
   const x = Math.floor((event.clientX - box.left) / box.width * r.n_experts);

@@ -14,10 +14,10 @@ __all__ = ["inspect_profile", "wants_profile"]
 
 
 def wants_profile(path: Path, *, html: Path | None, plot: Path | None) -> bool:
-    """Return whether `path` is a profile. Raises UsageError if it is not and should be one."""
+    """Return whether `path` is a profile. Raises UsageError if it is another file."""
     if path.is_file() and is_profile(path):
         return True
-    if html is not None or plot is not None:
+    if path.exists() and (html is not None or plot is not None):
         raise UsageError(f"{path}: is no routing profile; --html and --plot are about profiles")
     return False
 
