@@ -23,7 +23,8 @@ from colibri_tools.cli import main
 from colibri_tools.container import PartRole, Role
 from colibri_tools.engine import Engine
 from colibri_tools.errors import JobError, UsageError
-from colibri_tools.profile.collect import HALF_TOKENS
+from colibri_tools.profile import profiling
+from colibri_tools.profile.collect import HALF_TOKENS, Totals
 from colibri_tools.profile.file import DECODE, PREFILL, load_profile, to_bytes
 from colibri_tools.profile.profiling import ProfilingResult, profile_routing
 from colibri_tools.profile.stats import domain_distances, held_out
@@ -368,9 +369,12 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(
         assert np.array_equal(array, b.arrays()[name]), name
 
 
+@pytest.mark.parametrize(("copied", "kept"), [(1 << 20, 30), (0, 20)])
 def test_a_batch_that_fails_half_way_is_in_no_sum(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: int, kept: int
 ) -> None:
+    """Of two whole batches both are kept; where sums are too large to copy, what was saved."""
+    monkeypatch.setattr(profiling, "_MAX_COPY_BYTES", copied)
     prompts = prompts_of([30, 40, 50])
     options = {"ctx": 20, "batch_size": 20, "importance": True}
     whole = profile(model, tmp_path, prompts, "whole", **options).report.profile
@@ -384,7 +388,28 @@ def test_a_batch_that_fails_half_way_is_in_no_sum(
         return rows
 
     monkeypatch.setattr(Engine, "eval_many", fail_once)
-    with pytest.raises(JobError, match="the drive is gone; 20 of 120 tokens are kept"):
+    with pytest.raises(JobError, match=f"the drive is gone; {kept} of 120 tokens are kept"):
+        profile(model, tmp_path, prompts, checkpoint_seconds=0.0, **options)
+    again = profile(model, tmp_path, prompts, **options).report.profile
+    for name, array in whole.arrays().items():
+        assert np.array_equal(array, again.arrays()[name]), name
+
+
+def test_a_job_interrupted_while_it_counts_keeps_what_was_saved(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, options = prompts_of([30, 40, 50]), {"ctx": 20, "batch_size": 20}
+    whole = profile(model, tmp_path, prompts, "whole", **options).report.profile
+    add_row, calls = Totals._add_row, []
+
+    def interrupted(self: Totals, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3 * 2 + 2:  # the second row of the third batch
+            raise KeyboardInterrupt
+        add_row(self, *args)
+
+    monkeypatch.setattr(Totals, "_add_row", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="20 of 120 tokens are kept"):
         profile(model, tmp_path, prompts, checkpoint_seconds=0.0, **options)
     again = profile(model, tmp_path, prompts, **options).report.profile
     for name, array in whole.arrays().items():

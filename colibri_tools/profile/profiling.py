@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from colibri_tools import __version__
 from colibri_tools.container import Container, PartRole
@@ -39,6 +40,8 @@ _DEFAULT_WINDOW = 4096
 _CHECKPOINT_SECONDS = 60.0
 _CHECKPOINT_SHARE = 0.05
 """Of the time, at most, that saving what is counted so far may take."""
+_MAX_COPY_BYTES = 256 << 20
+"""Sums of squares up to this size are copied before each batch, in case it is interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +317,8 @@ class _Job:
         own = 12 * len(m.layers) * plan["sequences"] * plan["ctx"] * m.top_k
         own += 4 * 8 * cells * max(m.n_experts)  # two tables of pairs, and while they grow
         if self.settings.importance:
-            own += 2 * 8 * cells * (m.hidden_size + m.widest)
+            sums = 8 * cells * (m.hidden_size + m.widest)
+            own += 2 * sums + (sums if sums <= _MAX_COPY_BYTES else 0)
         self.engine_options["ram_budget"] = max(free.budget_bytes - own, 1)
 
     def _pack(self, batch_size: int, sequences: int) -> Iterator[list[Window]]:
@@ -373,7 +377,7 @@ def _run(job: _Job, checkpoint: Checkpoint, every: float, progress: Progress) ->
                 done += 1
                 saver.maybe(profiler, done)
         except BaseException as error:
-            if done > n_kept and profiler.is_whole():
+            if done > n_kept and profiler.forget_part():
                 saver.save(profiler, done)
             if checkpoint.kept is not None:
                 add_hint(
@@ -421,7 +425,8 @@ class _Profiler:
 
     def __init__(self, job: _Job, engine: Engine, totals: Totals) -> None:
         self.job, self.engine, self.totals = job, engine, totals
-        self._within_batch = False
+        self._within_batch = self._adding = False
+        self._before: list[npt.NDArray[np.float64]] = []
         widest = job.model.widest if job.settings.importance else None
         self.seen = Observation.make(engine.info, job.plan["ctx"], widest)
         inputs = totals.profile.inputs
@@ -430,9 +435,28 @@ class _Profiler:
             self.seen.hidden[:] = inputs["down"]
         engine.observe(self.seen)
 
-    def is_whole(self) -> bool:
-        """Return whether no sum of squares holds a part of a batch that failed."""
-        return self.seen.inputs is None or not self._within_batch
+    def _sums(self) -> list[npt.NDArray[np.float64]]:
+        """What the engine adds to while it evaluates."""
+        return [a for a in (self.seen.inputs, self.seen.hidden) if a is not None]
+
+    def _keep(self) -> None:
+        sums = self._sums()
+        if sum(array.nbytes for array in sums) > _MAX_COPY_BYTES:
+            return
+        if not self._before:
+            self._before = [np.empty_like(array) for array in sums]
+        for copy, array in zip(self._before, sums, strict=True):
+            copy[:] = array
+
+    def forget_part(self) -> bool:
+        """Take a part of a batch that failed out of all sums; False if it cannot be."""
+        if self._adding:
+            return False
+        if not self._within_batch or not self._sums():
+            return True
+        for copy, array in zip(self._before, self._sums(), strict=False):
+            array[:] = copy
+        return bool(self._before)
 
     def profile(self) -> RoutingProfile:
         """Return the profile of all batches so far."""
@@ -443,6 +467,7 @@ class _Profiler:
     def evaluate(self, batch: list[Window]) -> None:
         """Evaluate windows together, generate behind those that end a text, and count."""
         engine, generate = self.engine, self.job.settings.generate
+        self._keep()
         self._within_batch = True
         writing = [s for s, window in enumerate(batch) if window.ends and generate]
         for sequence in range(engine.info.n_sequences):
@@ -450,8 +475,10 @@ class _Profiler:
         tokens = {s: window.tokens for s, window in enumerate(batch)}
         logits = engine.eval_many(tokens, [int(s in writing) for s in tokens])
         self._generate(batch, {s: logits[s][-1] for s in writing})
-        self.totals.add(self._choices(batch))
-        self._within_batch = False
+        choices = self._choices(batch)
+        self._adding = True
+        self.totals.add(choices)
+        self._adding = self._within_batch = False
 
     def _generate(self, batch: list[Window], logits: dict[int, Any]) -> None:
         """Draw tokens, one of every text at once: each step reads a distinct expert once."""
