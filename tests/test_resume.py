@@ -28,7 +28,9 @@ from colibri_tools.container import journal as journal_module
 from colibri_tools.container.journal import RECORD_BYTES
 from colibri_tools.container.workfiles import SourceState
 from colibri_tools.errors import JobError, SourceError, UsageError
+from colibri_tools.profile.profiling import profile_routing
 from colibri_tools.repack import repack
+from colibri_tools.rewrite import reorder
 from colibri_tools.verify import verify_container
 
 LEFT = ["m.colibri.journal", "m.colibri.partial"]
@@ -514,6 +516,25 @@ def test_repack_goes_on_where_it_stopped(
     assert any("went on with an earlier job" in note for note in result.notes)
     assert done[-1][0] == done[-1][1]  # what was kept counts as done
     assert place.read_bytes() == reference(source, tmp_path)
+    assert names(place.parent) == [place.name]
+
+
+def test_reorder_goes_on_where_it_stopped(source: Path, place: Path, tmp_path: Path) -> None:
+    model, profile = tmp_path / "model", tmp_path / "p.profile"
+    repack(source, model)
+    ids = tmp_path / "ids"
+    ids.write_text(" ".join(str(i % 61) for i in range(100)))
+    profile_routing(model, profile, token_files=[("text", ids)])
+    hot = tmp_path / "hot"
+    reorder(model, hot, routing=profile)
+    with pytest.raises(KeyboardInterrupt):
+        reorder(model, place, routing=profile, threads=1, progress=stop_after(20))
+    assert names(place.parent) == LEFT
+    with pytest.raises(UsageError, match=r"order was 'hotness', now 'coactivation'.*--restart"):
+        reorder(model, place, routing=profile, order="coactivation")
+    result = reorder(model, place, routing=profile)
+    assert result.n_kept >= 19
+    assert place.read_bytes() == hot.read_bytes() != model.read_bytes()
     assert names(place.parent) == [place.name]
 
 

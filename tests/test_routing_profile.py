@@ -37,6 +37,7 @@ from colibri_tools.profile.file import (
 from colibri_tools.profile.orders import ORDERS, order_blocks
 from colibri_tools.profile.replay import lru_curve, replay, requests_of
 from colibri_tools.profile.stats import (
+    COVERAGE_POINTS,
     coverage_curve,
     domain_distances,
     effective_experts,
@@ -303,6 +304,17 @@ def test_rows_and_stability() -> None:
     assert found is not None and 0 <= found <= 1
     quiet[:, :, 1] = 0
     assert stability(replace(profile, selections=quiet)) is None
+
+
+def test_case_11_6_each_layer_has_its_own_coverage() -> None:
+    """One layer of a hot expert, one without a hot set."""
+    p = make_profile()
+    counts = np.zeros_like(p.counts())
+    counts[0, :6], counts[1, :4], counts[2, :6] = [90, 2, 2, 2, 2, 2], 25, 1
+    rows = row_stats(p, counts)
+    half = COVERAGE_POINTS.index(0.5)
+    assert [row.coverage[half] for row in rows] == pytest.approx([0.94, 0.5, 0.5])
+    assert rows[0].coverage[0] == pytest.approx(0.05 * 6 * 0.9)
 
 
 # --- orders ---------------------------------------------------------------------------------------

@@ -216,9 +216,11 @@ table("domains", ["domain", "tokens", ...r.domains.map(d => "to " + d.name)],
 table("domains", ["covered by 20 % of experts", "tokens", "by itself", "by the rest"],
   r.held_out.map(h => [h.name, h.tokens.toLocaleString(), percent(h.in_sample[2]),
     percent(h.held_out[2])]));
-table("layers", ["layer", "experts", "effective", "Gini", "least", "most", "hottest", "never"],
+table("layers", ["layer", "experts", "effective", "Gini", "covered by 20 %", "least", "most",
+  "hottest", "never"],
   r.rows.map(x => [x.layer, x.n_experts, x.effective_experts.toFixed(1), x.gini.toFixed(2),
-    x.least.toLocaleString(), x.most.toLocaleString(), x.hottest, x.never.length]));
+    percent(x.coverage[2]), x.least.toLocaleString(), x.most.toLocaleString(), x.hottest,
+    x.never.length]));
 </script>
 </html>
 """

@@ -172,6 +172,7 @@ def _row_json(row: RowStats) -> dict[str, Any]:
         "least": row.least,
         "most": row.most,
         "hottest": row.hottest,
+        "coverage": list(row.coverage),
     }
 
 
@@ -193,20 +194,22 @@ def _render_heat(console: Console, p: RoutingProfile, rows: list[RowStats]) -> N
     console.print()
     per = "" if n_bins == p.max_experts else f"; {p.max_experts / n_bins:.1f} experts a column"
     console.print(f"Selections by expert, against the layer's average{per}:", style="dim")
-    console.print(f"{_legend()}", style="dim")
+    console.print(f"{_legend()}; 20%: selections of the hottest fifth", style="dim")
+    fifth = COVERAGE_POINTS.index(0.2)
     head = f"{'layer':>5}  {'expert 0 ...':<{n_bins}}{_NUMBERS}"
     console.print(Text(head, style="bold"), no_wrap=True, overflow="crop")
     for row, n in zip(rows, p.n_experts, strict=True):
         own = counts[rows.index(row), :n].astype(np.float64)
         bins = _binned(own / max(own.mean(), 1e-9), min(n, n_bins))
         line = "".join(_shade(value) for value in bins)
-        numbers = f"{row.effective_experts:>7.1f}{row.gini:>6.2f}{len(row.never) or '-':>7}"
+        numbers = f"{row.effective_experts:>7.1f}{row.gini:>6.2f}{row.coverage[fifth]:>6.0%}"
+        numbers += f"{len(row.never) or '-':>7}"
         text = f"{row.layer:>5}  {line:<{n_bins}}{numbers}"
         console.print(Text(text), no_wrap=True, overflow="crop")
     console.print()
 
 
-_NUMBERS = "    eff.  Gini  never"
+_NUMBERS = "    eff.  Gini   20%  never"
 
 
 def _shade(relative: float) -> str:

@@ -97,7 +97,11 @@ def knee(curve: Counts) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """One MoE layer: how unequally its experts work."""
+    """One MoE layer: how unequally its experts work.
+
+    `coverage`: the share of the layer's selections that its hottest experts have, at
+    `COVERAGE_POINTS`.
+    """
 
     layer: int
     n_experts: int
@@ -108,6 +112,7 @@ class RowStats:
     least: int
     most: int
     hottest: int
+    coverage: tuple[float, ...]
 
 
 def row_stats(profile: RoutingProfile, counts: Counts | None = None) -> list[RowStats]:
@@ -129,6 +134,7 @@ def row_stats(profile: RoutingProfile, counts: Counts | None = None) -> list[Row
                 least=int(own.min()),
                 most=int(own.max()),
                 hottest=int(own.argmax()),
+                coverage=coverage(counts[row : row + 1], mask[row : row + 1]).at,
             )
         )
     return rows
