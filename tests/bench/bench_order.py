@@ -29,6 +29,7 @@ token. No prefetching but in the line that says so. Nothing is asserted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -317,8 +318,14 @@ class Limit:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.path is not None:
-            self.path.rmdir()
+        for _ in range(100):  # a child that was killed leaves it a moment later
+            if self.path is None or not self.path.exists():
+                return
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+                return
+            time.sleep(0.1)
+        print(f"{self.path}: cannot be removed", file=sys.stderr)
 
 
 def run_job(job: dict[str, Any], limit: Limit) -> dict[str, Any]:
@@ -516,4 +523,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)
