@@ -69,8 +69,8 @@ static uint64_t timing_cache(const clb_container *c, size_t k) {
   clb_store_measure(c, &sizes);
   uint64_t n_bytes = sizes.all_bytes / TIMING_CACHE_SHARE;
   if (n_bytes > TIMING_CACHE_BYTES) n_bytes = TIMING_CACHE_BYTES;
-  const uint64_t request = (k + 1) / 2 * sizes.minimum_bytes;  // a minimum is two blocks
-  return n_bytes > request ? n_bytes : request;
+  const uint64_t one_request = (k + 1) / 2 * sizes.minimum_bytes;  // a minimum is two blocks
+  return n_bytes > one_request ? n_bytes : one_request;
 }
 
 typedef struct {
