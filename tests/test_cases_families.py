@@ -17,6 +17,7 @@ import row_models as rm
 import tiny_models as tm
 from repack_util import PARTS, mapped, moe_layers, refused
 from repack_util import small_spec as smaller
+from test_precisions import float_of
 
 import colibri_tools
 from colibri_tools.container.format import PartRole, Role
@@ -129,6 +130,131 @@ def test_case_5_3_a_layer_of_gguf_without_tensors_is_named(tmp_path: Path, famil
     (path,) = tm.write_gguf(tmp_path / "m.gguf", family, small(family), mutate=cut)
     message = refused(path)
     assert f"layers.{layer}." in message or f"layer {layer}" in message
+
+
+# ---------------------------------------------------------------- 1.2 a part of a larger model
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_1_2_a_model_of_several_parts_is_the_same_language_model(
+    tmp_path: Path, family: str, prefix: str
+) -> None:
+    """Named below a prefix, its config below `text_config`, beside an image encoder."""
+    head = prefix.removesuffix("model.") if prefix.startswith("language") else ""
+    visual = [f"model.visual.blocks.{i}.weight" for i in range(3)]
+
+    def nest(weights: tm.Tensors) -> tm.Tensors:
+        named = {
+            prefix + n.removeprefix("model.") if n.startswith("model.") else head + n: v
+            for n, v in weights.items()
+        }
+        return named | dict.fromkeys(visual, np.ones((3, 4), np.float32))
+
+    plain = tm.write_hf(tmp_path / "plain", family, small(family))
+    nested = written(tmp_path / "nested", family, nest)
+    text = json.loads((nested / "config.json").read_text())
+    whole = {"model_type": "novel_vl", "text_config": text, "vision_config": {"depth": 1}}
+    (nested / "config.json").write_text(json.dumps(whole))
+    repack(plain, tmp_path / "plain.colibri")
+    result = repack(nested, tmp_path / "nested.colibri")
+    assert {rule: sorted(names) for rule, names in result.dropped.items()} == {
+        "vision-tower": visual
+    }
+    with (
+        colibri_tools.open(tmp_path / "plain.colibri") as first,
+        colibri_tools.open(tmp_path / "nested.colibri") as second,
+    ):
+        assert dict(first.spec) == dict(second.spec)
+        np.testing.assert_array_equal(first.index["sha256"], second.index["sha256"])
+        assert {t.name: t.sha256 for t in first.tensors.values()} == {
+            t.name: t.sha256 for t in second.tensors.values()
+        }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_1_2_an_unknown_prefix_is_refused_with_names(tmp_path: Path, family: str) -> None:
+    def nest(weights: tm.Tensors) -> tm.Tensors:
+        return {f"novel.{name}": value for name, value in weights.items()}
+
+    message = refused(written(tmp_path / "hf", family, nest))
+    assert "match no rule" in message and "'novel." in message
+
+
+# ---------------------------------------------------------------- 1.4 codes and their scales
+
+
+def with_codes(
+    folder: Path, family: str, form: str, scheme: str, config: object
+) -> tuple[Path, int, dict[int, np.ndarray]]:
+    """A checkpoint in which one tensor of experts' down projections is codes and scales. Returns it
+    with its layer, and what the experts in that tensor must be."""
+    path = tm.write_hf(folder, family, small(family), form=form)
+    plain = mapped(path)
+    layer = plain.rows[-1].layer
+    names = sources_of(plain, PartRole.DOWN, layer)
+    weights = dict(tm.read_hf(path))
+    shape = weights[names[-1]].shape
+    codes = (tm.unit_noise("codes", shape) * 997).astype(np.int64) % 126 + 1
+    rows = shape[:-1] if scheme == "int8" else (*shape[:-1], 1)
+    scales = (abs(tm.unit_noise("scales", rows)) / 77 + 1e-3).astype(np.float32)
+    if scheme == "int8":
+        weights[names[-1]] = codes.astype(np.int8)
+        weights[names[-1].removesuffix("weight") + "SCB"] = scales
+        numbers = codes.astype(np.float32) * scales[..., None]
+        numbers *= np.float32(7.874015718698502e-3)  # as bitsandbytes' int8_vectorwise_dequant
+    else:
+        raw = codes.astype(np.uint8)
+        weights[names[-1]] = tm.Raw("F8_E4M3", shape, raw.tobytes())
+        weights[names[-1] + "_scale_inv"] = scales
+        numbers = np.array([float_of(i, 4, 3, "fn") for i in range(128)], np.float32)[codes]
+        numbers *= scales
+    tm.write_safetensors(path / "model.safetensors", weights)
+    settings = json.loads((path / "config.json").read_text())
+    settings |= {} if config is None else {"quantization_config": config}
+    (path / "config.json").write_text(json.dumps(settings))
+    users = [expert for expert, name in enumerate(names) if name == names[-1]]
+    stack = numbers if numbers.ndim == 3 else numbers[None]
+    if family in ("gpt_oss", "llama4") and numbers.ndim == 3:
+        stack = stack.swapaxes(1, 2)  # which store [inputs, outputs]
+    return path, layer, dict(zip(users, stack, strict=True))
+
+
+_ONE_SCALE_PER_ROW = {"quant_method": "fp8", "weight_block_size": None}
+_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "config"),
+    [
+        ("per-expert", "fp8", _ONE_SCALE_PER_ROW),
+        ("unfused", "fp8", _ONE_SCALE_PER_ROW),
+        ("unfused", "int8", _BITSANDBYTES),
+    ],
+    ids=["fp8-as-saved", "fp8", "int8"],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_1_4_codes_of_experts_are_weights_only_with_their_scales(
+    tmp_path: Path, family: str, form: str, scheme: str, config: object
+) -> None:
+    path, layer, expected = with_codes(tmp_path / "hf", family, form, scheme, config)
+    repack(path, tmp_path / "m.colibri")
+    with colibri_tools.open(tmp_path / "m.colibri") as container:
+        (row,) = (i for i, row in enumerate(container.rows) if row.layer == layer)
+        for expert, values in expected.items():
+            found = container.dequantize_part(row, expert, PartRole.DOWN)
+            np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_1_4_codes_without_a_config_are_refused_by_scheme(
+    tmp_path: Path, family: str, scheme: str
+) -> None:
+    path, _, _ = with_codes(tmp_path / "hf", family, "unfused", scheme, None)
+    named = {"fp8": "FP8 weights (weight_scale_inv)", "int8": "INT8 weights (SCB)"}[scheme]
+    message = refused(path)
+    assert named in message and "without a quantization_config" in message
 
 
 # ---------------------------------------------------------------- 1.5 multi-token prediction

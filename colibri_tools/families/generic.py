@@ -54,7 +54,11 @@ _PROJECTIONS: Mapping[str, tuple[PartRole, ...]] = {
     "gate_up": _GATE_UP,
     "input_linear": _GATE_UP,
     "output_linear": (PartRole.DOWN,),
+    "fc1": _GATE_UP,
+    "fc2": (PartRole.DOWN,),
 }
+_TRANSPOSED = frozenset(("fc1", "fc2"))
+"""Names of stacks that are [experts, inputs, outputs]."""
 _FORMS = tuple(
     re.compile(regex)
     for regex in (
@@ -62,6 +66,9 @@ _FORMS = tuple(
         r"(?P<expert>\d{1,5})\.(?P<what>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight",
         r"(?P<stem>(?:.*\.)?layers)\.(?P<layer>\d{1,4})\.(?:[^.]+\.){0,3}experts\."
         r"(?P<what>gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?",
+        r"(?P<stem>(?:.*\.)?layers)\.(?P<layer>\d{1,4})\.moe\."
+        r"(?P<what>gate_proj|up_proj|down_proj)\.weight",
+        r"(?P<stem>(?:.*\.)?layers)\.(?P<layer>\d{1,4})\.mlp\.experts\.(?P<what>fc1|fc2)\.weight",
         r"(?P<stem>(?:.*\.)?layers)\.(?P<layer>\d{1,4})\.(?:mlp|block_sparse_moe)\."
         r"(?P<what>input_linear|output_linear)\.weight",
         r"(?P<stem>blk)\.(?P<layer>\d{1,4})\.ffn_(?P<what>gate_up|gate|up|down)_exps\.weight",
@@ -69,8 +76,10 @@ _FORMS = tuple(
         r"(?P<expert>\d{1,5})\.weight",
     )
 )
-_MODULE = re.compile(r"(?:.*\.layers|layers|blk)\.\d{1,4}\.([^.]+)\.")
-_EMBEDDINGS = re.compile(r"(?:.*\.)?(?:embed_tokens|token_embd|word_embeddings|wte)\.weight")
+_IN_LAYER = re.compile(r"(?:.*\.layers|layers|blk)\.\d{1,4}\.(.+)")
+_EMBEDDINGS = re.compile(
+    r"(?:.*\.)?(?:embed_tokens|tok_embeddings|token_embd|word_embeddings|wte)\.weight"
+)
 
 _CONFIG_NAMES = {
     "n_layers": ("num_hidden_layers", "n_layer", "{arch}.block_count"),
@@ -79,9 +88,23 @@ _CONFIG_NAMES = {
         "num_experts_per_token",
         "moe_topk",
         "moe_top_k",
+        "moe_k",
+        "top_k_experts",
         "{arch}.expert_used_count",
     ),
-    "context_length": ("max_position_embeddings", "{arch}.context_length"),
+    "n_experts": (
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "{arch}.expert_count",
+    ),
+    "expert_width": ("moe_intermediate_size", "intermediate_size"),
+    "context_length": (
+        "max_position_embeddings",
+        "model_max_length",
+        "{arch}.context_length",
+    ),
     "hidden_size": ("hidden_size", "{arch}.embedding_length"),
     "n_heads": ("num_attention_heads", "{arch}.attention.head_count"),
     "n_kv_heads": ("num_key_value_heads", "{arch}.attention.head_count_kv"),
@@ -105,8 +128,10 @@ def map_unknown(source: Source, detected: Detected) -> SourceMapping:
         raise _no_experts(source, detected)
     # A second stack of layers (multi-token prediction, a draft model) is kept, not streamed.
     stem = Counter(match["stem"] for match in matches.values()).most_common(1)[0][0]
-    found = _place(source, mapping, {n: m for n, m in matches.items() if m["stem"] == stem})
-    hyper = _hyper(detected, found)
+    hyper = _stated(detected)
+    found = _place(source, mapping, {n: m for n, m in matches.items() if m["stem"] == stem}, hyper)
+    _set_aside(mapping, found, hyper["n_experts"])
+    hyper["n_layers"] = hyper["n_layers"] or max(found.experts, default=0) + 1
     _check(source, mapping, found, hyper)
     if mapping.problems:
         return mapping
@@ -131,36 +156,66 @@ def _no_experts(source: Source, detected: Detected) -> SourceError:
     )
 
 
-def _place(source: Source, mapping: SourceMapping, matches: Mapping[str, re.Match[str]]) -> _Found:
+def _place(
+    source: Source,
+    mapping: SourceMapping,
+    matches: Mapping[str, re.Match[str]],
+    hyper: Mapping[str, int],
+) -> _Found:
     found = _Found()
     for name, tensor in source.tensors.items():
-        rule = "empty" if tensor.n_weights == 0 else drop_rule_of(DROPS, name)
+        drop = "empty" if tensor.n_weights == 0 else drop_rule_of(DROPS, name)
         if name in matches:
-            _place_expert(mapping, found, tensor, matches[name])
-        elif rule is not None:
-            mapping.dropped.setdefault(rule, []).append(name)
-            mapping.assignments[name] = Assignment("dropped", rule)
+            rule = _rule_of(source, tensor, matches[name]["what"], hyper)
+            _place_expert(mapping, found, tensor, matches[name], rule)
+        elif drop is not None:
+            mapping.dropped.setdefault(drop, []).append(name)
+            mapping.assignments[name] = Assignment("dropped", drop)
         elif tensor.dtype.id >= FIRST_OTHER_ID or not tensor.dtype.is_known:
             mapping.assignments[name] = Assignment("unmatched", "")
             mapping.problems.append(
                 f"tensor {quote(name)} has type {tensor.dtype.name}, which a container cannot hold"
             )
         else:
-            found.others.append(tensor)
-            mapping.assignments[name] = Assignment("resident", "kept", Role.OTHER.label)
+            _keep(mapping, found, tensor)
     return found
 
 
+def _keep(mapping: SourceMapping, found: _Found, tensor: SourceTensor) -> None:
+    found.others.append(tensor)
+    mapping.assignments[tensor.name] = Assignment("resident", "kept", Role.OTHER.label)
+
+
+def _rule_of(
+    source: Source, tensor: SourceTensor, what: str, hyper: Mapping[str, int]
+) -> ExpertRule:
+    """How a stack lies: its name says it, or the sizes of the config do, which fit one way only.
+
+    With biases beside it nobody knows: outputs of transposed stacks are interleaved in gpt-oss.
+    """
+    parts = _PROJECTIONS[what]
+    outputs = (len(parts) * hyper["expert_width"], hyper["hidden_size"])
+    if PartRole.DOWN in parts:
+        outputs = outputs[::-1]
+    fits = source.kind == "safetensors" and tensor.shape[1:] == outputs[::-1] != outputs
+    biased = tensor.name.removesuffix(".weight") + "_bias" in source.tensors
+    return ExpertRule("", parts, transposed=what in _TRANSPOSED or (fits and not biased))
+
+
 def _place_expert(
-    mapping: SourceMapping, found: _Found, tensor: SourceTensor, match: re.Match[str]
+    mapping: SourceMapping,
+    found: _Found,
+    tensor: SourceTensor,
+    match: re.Match[str],
+    rule: ExpertRule,
 ) -> None:
     layer, number = int(match["layer"]), match.groupdict().get("expert")
     expert = -1 if number is None else int(number)
-    parts = _PROJECTIONS[match["what"]]
-    label = "+".join(part.label for part in parts)
+    label = "+".join(part.label for part in rule.parts)
     mapping.assignments[tensor.name] = Assignment("expert", "experts", label, layer, expert)
     n_dims = 3 if expert < 0 else 2
-    if len(tensor.shape) != n_dims or tensor.shape[-2] % len(parts) or 0 in tensor.shape:
+    outputs = tensor.shape[-1 if rule.transposed else -2] if len(tensor.shape) == n_dims else 1
+    if outputs % len(rule.parts) or len(tensor.shape) != n_dims or 0 in tensor.shape:
         mapping.problems.append(
             f"tensor {quote(tensor.name)}: expected {n_dims} dimensions, found {list(tensor.shape)}"
         )
@@ -172,7 +227,7 @@ def _place_expert(
         )
         return
     slots = found.experts[layer]
-    for number_of, part, piece in slices_of(tensor, ExpertRule("", parts), expert):
+    for number_of, part, piece in slices_of(tensor, rule, expert):
         other = slots.setdefault((number_of, part), piece)
         if other is not piece:
             mapping.problems.append(
@@ -182,7 +237,23 @@ def _place_expert(
             return
 
 
-def _hyper(detected: Detected, found: _Found) -> dict[str, int]:
+def _set_aside(mapping: SourceMapping, found: _Found, n_experts: int) -> None:
+    """Keep, but do not stream, incomplete experts beyond the number that the config states: those
+    that do nothing (LongCat's zero experts) are saved with the projections nobody reads."""
+    for layer, slots in found.experts.items():
+        beyond = {slot: piece for slot, piece in slots.items() if 0 < n_experts <= slot[0]}
+        if not beyond or any({(e, part) for part in PARTS} <= beyond.keys() for e, _ in beyond):
+            continue
+        for slot, piece in beyond.items():
+            del slots[slot]
+            _keep(mapping, found, piece.tensor)
+        mapping.notes.append(
+            f"layer {layer}: {len(beyond)} tensors of experts beyond the {n_experts} of the config "
+            "are kept as optional ones"
+        )
+
+
+def _stated(detected: Detected) -> dict[str, int]:
     """Return what the config says under usual names; 0 for what it does not say."""
     values = {}
     for name, keys in _CONFIG_NAMES.items():
@@ -190,8 +261,6 @@ def _hyper(detected: Detected, found: _Found) -> dict[str, int]:
         stated = (level[key] for level in detected.levels for key in names if key in level)
         plain = (v for v in stated if isinstance(v, int) and not isinstance(v, bool) and v > 0)
         values[name] = next(plain, 0)
-    last = max(found.experts)
-    values["n_layers"] = values["n_layers"] or last + 1
     return values
 
 
@@ -209,6 +278,7 @@ def _check(source: Source, mapping: SourceMapping, found: _Found, hyper: dict[st
             mapping.problems.append(
                 f"layer {layer}: {hyper['top_k']} experts per token, but only {n_experts} experts"
             )
+        _check_count(mapping, layer, n_experts, hyper["n_experts"], source.kind)
     if unfilled:
         gates = [part for slots in found.experts.values() for _, part in slots]
         hint = "" if PartRole.GATE in gates else "; a container holds gated experts only"
@@ -216,6 +286,16 @@ def _check(source: Source, mapping: SourceMapping, found: _Found, hyper: dict[st
             f"{len(unfilled)} expert slots are not filled: {quote_some(unfilled, 4)}{hint}"
         )
     _check_orientation(mapping, found, hyper)
+
+
+def _check_count(
+    mapping: SourceMapping, layer: int, found: int, stated: int, source_kind: str
+) -> None:
+    """GGUF states how long its stacks are; of pruned checkpoints the config is often left alone."""
+    if stated in (0, found):
+        return
+    text = f"layer {layer} has {found} experts, the metadata say {stated}"
+    (mapping.problems if source_kind == "gguf" else mapping.warnings).append(text)
 
 
 def _check_orientation(mapping: SourceMapping, found: _Found, hyper: dict[str, int]) -> None:
@@ -287,17 +367,20 @@ def _finish(
 
 
 def _strange(mapping: SourceMapping) -> str:
-    """Name the modules of layers that no family of the table has either."""
+    """Name the modules of layers, or else their tensors, that no family of the table has either."""
     known = {
-        rule.pattern.split(".")[2]
+        rule.pattern.split(".", 2)[2]
         for family in FAMILIES
         for _, form in family.forms
         for rule in form.tensors
         if rule.pattern.startswith(("layers.{layer}.", "blk.{layer}."))
     }
-    found = {m[1] for r in mapping.residents if (m := _MODULE.match(r.name)) is not None}
-    strange = sorted(found - known)
-    return f", its layers have {quote_some(strange, 4)}" if strange else ""
+    found = {m[1] for r in mapping.residents if (m := _IN_LAYER.match(r.name)) is not None}
+    modules = {name.split(".")[0] for name in found if "." in name}
+    strange = modules - {name.split(".")[0] for name in known} or found - known
+    if not strange:
+        return "; its tensors have the names of known families, but what it computes is not known"
+    return f", its layers have {quote_some(sorted(strange), 4)}"
 
 
 def _graph(hyper: Mapping[str, int]) -> dict[str, Any]:
