@@ -143,13 +143,15 @@ def test_case_1_2_a_model_of_several_parts_is_the_same_language_model(
     """Named below a prefix, its config below `text_config`, beside an image encoder."""
     head = prefix.removesuffix("model.") if prefix.startswith("language") else ""
     visual = [f"model.visual.blocks.{i}.weight" for i in range(3)]
+    audio = "model.audio_tower.conv.weight"
 
     def nest(weights: tm.Tensors) -> tm.Tensors:
         named = {
             prefix + n.removeprefix("model.") if n.startswith("model.") else head + n: v
             for n, v in weights.items()
         }
-        return named | dict.fromkeys(visual, np.ones((3, 4), np.float32))
+        others = dict.fromkeys([*visual, audio], np.ones((3, 4), np.float32))
+        return named | others
 
     plain = tm.write_hf(tmp_path / "plain", family, small(family))
     nested = written(tmp_path / "nested", family, nest)
@@ -159,7 +161,8 @@ def test_case_1_2_a_model_of_several_parts_is_the_same_language_model(
     repack(plain, tmp_path / "plain.colibri")
     result = repack(nested, tmp_path / "nested.colibri")
     assert {rule: sorted(names) for rule, names in result.dropped.items()} == {
-        "vision-tower": visual
+        "vision-tower": visual,
+        "audio-tower": [audio],
     }
     with (
         colibri_tools.open(tmp_path / "plain.colibri") as first,

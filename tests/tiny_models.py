@@ -596,7 +596,7 @@ def write_hf(
 
 
 def read_hf(path: Path) -> Tensors:
-    """The tensors of a Hugging Face directory as float32; F32 and BF16 only."""
+    """The tensors of a Hugging Face directory as float32 (of F32 and BF16), or int64 (of I64)."""
     out: Tensors = {}
     for file in sorted(path.glob("*.safetensors")):
         data = file.read_bytes()
@@ -605,7 +605,8 @@ def read_hf(path: Path) -> Tensors:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             start, end = (8 + n + at for at in entry["data_offsets"])
-            bits = np.frombuffer(data[start:end], {"BF16": "<u2", "F32": "<f4"}[entry["dtype"]])
+            types = {"BF16": "<u2", "F32": "<f4", "I64": "<i8"}
+            bits = np.frombuffer(data[start:end], types[entry["dtype"]])
             values = from_bf16(bits) if entry["dtype"] == "BF16" else bits
             out[name] = values.reshape(entry["shape"])
     return out

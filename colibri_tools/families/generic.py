@@ -189,7 +189,7 @@ def _keep(mapping: SourceMapping, found: _Found, tensor: SourceTensor) -> None:
 def _rule_of(
     source: Source, tensor: SourceTensor, what: str, hyper: Mapping[str, int]
 ) -> ExpertRule:
-    """How a stack lies: its name says it, or the sizes of the config do, which fit one way only.
+    """How a stack lies: its name says it, or the sizes of the config do (a square one is refused).
 
     With biases beside it nobody knows: outputs of transposed stacks are interleaved in gpt-oss.
     """
@@ -197,7 +197,7 @@ def _rule_of(
     outputs = (len(parts) * hyper["expert_width"], hyper["hidden_size"])
     if PartRole.DOWN in parts:
         outputs = outputs[::-1]
-    fits = source.kind == "safetensors" and tensor.shape[1:] == outputs[::-1] != outputs
+    fits = source.kind == "safetensors" and tensor.shape[1:] == outputs[::-1]
     biased = tensor.name.removesuffix(".weight") + "_bias" in source.tensors
     return ExpertRule("", parts, transposed=what in _TRANSPOSED or (fits and not biased))
 
@@ -300,14 +300,15 @@ def _check_count(
 
 def _check_orientation(mapping: SourceMapping, found: _Found, hyper: dict[str, int]) -> None:
     """Weights must be [outputs, inputs]; a square stack of an unknown family cannot be told."""
-    hidden = hyper["hidden_size"]
+    hidden = stated = hyper["hidden_size"]
     for slots in found.experts.values():
         for (_, part), piece in slots.items():
             inner = piece.rows if part is PartRole.DOWN else piece.cols
             hidden = hidden or inner
             stacked_hf = mapping.source_kind == "safetensors" and len(piece.tensor.shape) == 3
-            ambiguous = stacked_hf and piece.tensor.shape[1] == piece.tensor.shape[2]
-            if inner != hidden or ambiguous or (stacked_hf and not hyper["hidden_size"]):
+            told = piece.tensor.name.split(".")[-2] in _TRANSPOSED
+            square = stacked_hf and piece.tensor.shape[1] == piece.tensor.shape[2]
+            if inner != hidden or (stacked_hf and not told and (square or not stated)):
                 mapping.problems.append(
                     f"tensor {quote(piece.tensor.name)}: cannot tell outputs from inputs: expected "
                     f"hidden size {hidden} {'rows' if part is PartRole.DOWN else 'columns'}, "
@@ -377,7 +378,10 @@ def _strange(mapping: SourceMapping) -> str:
     }
     found = {m[1] for r in mapping.residents if (m := _IN_LAYER.match(r.name)) is not None}
     modules = {name.split(".")[0] for name in found if "." in name}
-    strange = modules - {name.split(".")[0] for name in known} or found - known
+    strange = modules - {name.split(".")[0] for name in known}
+    if not strange:  # below a module of another name the same tensors mean the same
+        tails = {name.partition(".")[2] for name in known}
+        strange = {name for name in found - known if name.partition(".")[2] not in tails}
     if not strange:
         return "; its tensors have the names of known families, but what it computes is not known"
     return f", its layers have {quote_some(sorted(strange), 4)}"

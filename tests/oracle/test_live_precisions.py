@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,134 @@ def _stored(folder: Path) -> dict[str, Any]:
     return dict(load_file(folder / "model.safetensors"))
 
 
-@pytest.mark.parametrize("model_type", unknown.MODELS)
+@pytest.mark.parametrize("model_type", unknown.ALL)
 def test_an_unknown_family_as_transformers_saves_it_now(tmp_path: Path, model_type: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this release of transformers has no {model_type}")
     model = unknown.build(model_type)
     model.save_pretrained(tmp_path / "hf")
     recorded = json.loads(unknown.SHAPES.read_text())[model_type]["tensors"]
     assert unknown.shapes_of(tmp_path / "hf") == recorded
-    repack(tmp_path / "hf", tmp_path / "m.colibri")
-    test_generic.check_container(tmp_path / "m.colibri", tm.read_hf(tmp_path / "hf"))
+    result = repack(tmp_path / "hf", tmp_path / "m.colibri")
+    dropped = result.dropped.get("vision-tower", [])
+    test_generic.check_container(tmp_path / "m.colibri", tm.read_hf(tmp_path / "hf"), dropped)
     assert verify_container(tmp_path / "m.colibri", against=tmp_path / "hf").ok
-    stacks = [v for n, v in model.state_dict().items() if n.endswith("experts.gate_up_proj")]
+    _check_stacks(tmp_path / "m.colibri", model.state_dict())
+
+
+_STACK = re.compile(
+    r".*layers\.(\d+)\.(?:.*\.experts\.|experts\.|(?:mlp|block_sparse_moe)\.)"
+    r"(?:gate_up_proj|input_linear\.weight)"
+)
+
+
+def _check_stacks(path: Path, state: dict[str, Any]) -> None:
+    """Experts are what the model holds in memory: the gate's rows first."""
+    stacks: dict[int, list[np.ndarray]] = {}
+    for name, stack in state.items():
+        match = _STACK.fullmatch(name)
+        if match is not None and stack.ndim == 3 and ".self_attention." not in name:
+            matrices = stack if stack.shape[2] == 64 else stack.swapaxes(1, 2)  # aria
+            stacks.setdefault(int(match[1]), []).extend(matrices.numpy())
+    with colibri_tools.open(path) as container:
+        assert set(stacks) == {row.layer for row in container.rows}
+        for i, row in enumerate(container.rows):
+            for expert in range(row.n_experts):
+                parts = [container.dequantize_part(i, expert, p) for p in test_generic.PARTS[:2]]
+                np.testing.assert_array_equal(np.concatenate(parts), stacks[row.layer][expert])
+
+
+# ---------------------------------------------------------------- bitsandbytes
+
+
+def test_int8_codes_of_every_scale_are_what_bitsandbytes_makes_of_them(tmp_path: Path) -> None:
+    """Byte for byte its int8_vectorwise_dequant: all codes, scales of every size, and its own
+    quantization of a layer."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    dequantized: dict[str, np.ndarray] = {}
+
+    def change(weights: dict[str, Any]) -> None:
+        for name in forms.matrices(weights):
+            codes, scales = _int8(bitsandbytes, weights[name], name)
+            weights[name] = codes.numpy()
+            weights[name.removesuffix("weight") + "SCB"] = scales.numpy()
+            weights[name.removesuffix("weight") + "weight_format"] = np.zeros((), np.uint8)
+            values = bitsandbytes.functional.int8_vectorwise_dequant(codes, scales)
+            dequantized[name] = values.numpy()
+
+    overrides = {"quantization_config": forms.BNB}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    plain = small_hf(tmp_path / "plain", "mixtral", mutate=lambda w: w | dequantized)
+    _check_same(source, plain, tmp_path)
+
+
+def test_int8_stacks_are_what_bitsandbytes_makes_of_their_matrices(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    dequantized: dict[str, np.ndarray] = {}
+
+    def change(weights: dict[str, Any]) -> None:
+        for name in [n for n, value in weights.items() if value.ndim == 3]:
+            made = [_int8(bitsandbytes, m, f"{name}{i}") for i, m in enumerate(weights.pop(name))]
+            weights[name + ".weight"] = np.stack([codes.numpy() for codes, _ in made])
+            weights[name + ".SCB"] = np.stack([scales.numpy() for _, scales in made])
+            values = [bitsandbytes.functional.int8_vectorwise_dequant(*pair) for pair in made]
+            dequantized[name] = np.stack([v.numpy() for v in values])
+
+    overrides = {"quantization_config": forms.BNB}
+    source = small_hf(tmp_path / "hf", "mixtral", form="fused", mutate=change, overrides=overrides)
+    plain = small_hf(tmp_path / "plain", "mixtral", form="fused", mutate=lambda w: w | dequantized)
+    assert dequantized
+    _check_same(source, plain, tmp_path)
+
+
+def _int8(bitsandbytes: Any, weight: np.ndarray, name: str) -> tuple[Any, Any]:
+    """Codes and scales: of the first expert any at all, else what a layer makes of `weight`."""
+    if "experts.0." in name:
+        noise = tm.unit_noise(name, weight.shape)
+        codes = torch.from_numpy(((noise * 997).astype(np.int64) % 256 - 128).astype(np.int8))
+        scales = np.exp2(20 * tm.unit_noise("s" + name, weight.shape[:1])).astype(np.float32)
+        return codes, torch.from_numpy(scales)
+    rows, cols = weight.shape
+    layer = bitsandbytes.nn.Linear8bitLt(cols, rows, bias=False, has_fp16_weights=False)
+    layer.load_state_dict({"weight": torch.from_numpy(weight)})
+    state = layer.to("cpu").state_dict()
+    assert state["weight"].dtype is torch.int8 and int(state["weight_format"]) == 0
+    return state["weight"], state["SCB"]
+
+
+def _check_same(source: Path, plain: Path, folder: Path) -> None:
+    """Both checkpoints give the same experts, and the same matrices of attention."""
+    repack(source, folder / "m.colibri")
+    repack(plain, folder / "plain.colibri")
+    with (
+        colibri_tools.open(folder / "m.colibri") as first,
+        colibri_tools.open(folder / "plain.colibri") as second,
+    ):
+        np.testing.assert_array_equal(first.index["sha256"], second.index["sha256"])
+        for name, tensor in second.tensors.items():
+            assert first.tensors[name].sha256 == tensor.sha256, name
+
+
+def test_a_checkpoint_that_transformers_saves_in_int8(tmp_path: Path) -> None:
+    """The names, config and row format of BitsAndBytesConfig(load_in_8bit=True)."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    pytest.importorskip("accelerate")
+    source = small_hf(tmp_path / "hf", "qwen3_moe")
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=config, device_map="cpu", dtype=torch.bfloat16
+    )
+    model.save_pretrained(tmp_path / "int8")
+    result = repack(tmp_path / "int8", tmp_path / "m.colibri")
+    assert any("stored as bitsandbytes int8 become f32" in note for note in result.notes)
+    stored = _stored(tmp_path / "int8")
     with colibri_tools.open(tmp_path / "m.colibri") as container:
-        for row, stack in enumerate(stacks):  # as the model holds them: the gate's rows first
-            for expert in range(4):
-                parts = [container.dequantize_part(row, expert, p) for p in test_generic.PARTS[:2]]
-                np.testing.assert_array_equal(np.concatenate(parts), stack[expert].numpy())
+        for layer in range(3):
+            for letter in "qkvo":
+                at = f"model.layers.{layer}.self_attn.{letter}_proj."
+                codes, scales = stored[at + "weight"], stored[at + "SCB"]
+                expected = bitsandbytes.functional.int8_vectorwise_dequant(codes, scales).numpy()
+                found = container.dequantize(f"layers.{layer}.attn_{letter}")
+                np.testing.assert_array_equal(found, expected)
