@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from oracle.cases import CASES
 
 from colibri_tools.families.page import families_page
+from colibri_tools.families.schema import Family
+from colibri_tools.families.table import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -17,6 +20,17 @@ PAGES = sorted(
 
 def test_the_families_page_is_generated_from_the_table() -> None:
     assert (ROOT / "docs" / "families.md").read_text() == families_page()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_cases_that_the_families_page_names_are_there(family: Family) -> None:
+    """From each kind of source, with one expert per token, and with all of them."""
+    assert f"`{family.name}-*` |\n" in families_page()
+    named = {case.name: case for case in CASES.values() if case.name.startswith(family.name + "-")}
+    assert named[f"{family.name}-f32"].gguf or family.gguf is None
+    few = {case.spec.top_k for case in named.values()}
+    every = any(case.spec.top_k == case.spec.experts for case in named.values())
+    assert every and (1 in few or family.top_k is not None)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -370,6 +370,7 @@ def _change(**tensors: Any) -> Any:
         ({"quant_method": "quark"}, {}, "the scheme 'quark' is not supported"),
         ({"quant_method": ["fp8"]}, {}, "the scheme '?' is not supported"),
         ("fp8", {}, "the scheme '?' is not supported"),
+        ({"bits": 4, "group_size": 64}, {}, "'?' (no quant_method: 'bits', 'group_size') is not"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, "'bitsandbytes 4bit'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, "'modelopt NVFP4'"),
         (compressed("pack-quantized", "group", "int"), {}, "'compressed-tensors pack-quantized'"),
@@ -391,6 +392,40 @@ def test_case_1_4_what_is_not_understood_is_named(
     overrides = {"quantization_config": config}
     source = small_hf(tmp_path / "hf", "mixtral", mutate=_change(**change), overrides=overrides)
     assert says in refused(source)
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [(("scales", "biases"), "MLX packed weights (biases)"), (("W_q", "scale"), "HQQ packed")],
+)
+@pytest.mark.parametrize("model_type", ["mixtral", "novel_moe"])
+def test_case_1_4_names_that_give_a_scheme_away(
+    tmp_path: Path, model_type: str, ends: tuple[str, ...], says: str
+) -> None:
+    def change(weights: Weights) -> None:
+        for end in ends:
+            weights[_W1.removesuffix("weight") + end] = np.ones((2, 3), np.float32)
+
+    overrides = {"model_type": model_type}
+    source = small_hf(tmp_path / "hf", "mixtral", mutate=change, overrides=overrides)
+    assert says in refused(source)
+
+
+# transformers.utils.quantization_config.QuantizationMethod of 5.24, without what is understood
+OTHER_METHODS = (
+    *("gptq", "awq", "aqlm", "vptq", "quanto", "eetq", "higgs", "hqq", "torchao", "gguf"),
+    *("bitnet", "spqr", "quark", "fp_quant", "auto-round", "nvfp4", "mxfp8", "metal"),
+    *("fouroversix", "sinq", "gemma"),
+)
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_case_1_4_every_other_method_is_named_and_refused(tmp_path: Path, method: str) -> None:
+    config = {"quant_method": method, "bits": 4, "group_size": 128}
+    source = small_hf(tmp_path / "hf", "mixtral", overrides={"quantization_config": config})
+    message = refused(source)
+    assert f"quantization_config: the scheme '{method}' is not supported; use the" in message
+    assert [error.kind for error in verify_source(source).errors] == ["census"]
 
 
 def test_case_1_4_mxfp4_that_is_not_blocks_and_scales_is_refused(

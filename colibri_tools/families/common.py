@@ -437,6 +437,8 @@ REFUSALS = (
         "compressed-tensors packed weights (weight_packed)",
     ),
     RefuseRule(r".+\.(?:qweight|qzeros|g_idx)", "GPTQ or AWQ packed weights (qweight)"),
+    RefuseRule(r".+\.biases", "MLX packed weights (biases)"),
+    RefuseRule(r".+\.W_q", "HQQ packed weights (W_q)"),
     RefuseRule(r".+_proj_(?:blocks|scales)", "packed MXFP4 experts (_blocks, _scales)"),
     RefuseRule(
         r".+\.(?:weight_scale(?:_2)?|input_scale|weight_zero_point)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from colibri_tools.container.format import Role
 from colibri_tools.families.common import DROPS, MTP_DROP, REFUSALS, ROUTER_SCORES
 from colibri_tools.families.schema import REQUIRED, ExpertRule, Family, Form
 from colibri_tools.families.table import FAMILIES
@@ -26,9 +27,29 @@ tensors) can be repacked, inspected and verified; `run` refuses it and says what
 | --- | --- | --- | --- | --- |
 """
 
+_EXECUTED = """
+## What each family executes, and what proves it
+
+By what the row can turn on; a model's own switches are in its container (`colibri inspect`). The
+last column names the cases of `tests/oracle/cases.py` that `tests/test_logits.py` compares with
+transformers, from Hugging Face and, where the row has a GGUF architecture, from GGUF;
+`tests/oracle/test_live_llama_cpp.py` compares files of llama.cpp's converter with the same values.
+
+| family | attention | windows | norms | feed-forward | router | cases |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+_WINDOWS = {
+    "all": "every layer",
+    "layer_types": "by layer",
+    "pattern": "by a pattern of layers",
+    "tail": "the last layers",
+    "none": "none",
+}
 _ORACLE = """
 Each family is proven against transformers in float32, from both kinds of source, at every
-position of a 48-token prompt (`tests/test_logits.py`; values by `tests/oracle/make_oracle.py`),
+position of prompts longer than any window (`tests/test_logits.py`; values by
+`tests/oracle/make_oracle.py`), at one expert per token, some and all,
 and every stored tensor is shown to matter (`tests/test_mutation.py`). GGUF files made by
 llama.cpp's own converter give the same logits (`tests/oracle/test_live_llama_cpp.py`).
 
@@ -64,8 +85,8 @@ _FORMS = "\n## Written forms of experts\n"
 
 def families_page() -> str:
     """Return the page as Markdown."""
-    parts = [_INTRO, *map(_row, FAMILIES), _ORACLE, *_limits(), *_forms(), *_defaults(), *_rules()]
-    return "".join(parts)
+    tables = [_INTRO, *map(_row, FAMILIES), _EXECUTED, *map(_executed, FAMILIES), _ORACLE]
+    return "".join([*tables, *_limits(), *_forms(), *_defaults(), *_rules()])
 
 
 def _row(family: Family) -> str:
@@ -76,6 +97,45 @@ def _row(family: Family) -> str:
     )
     router = f"{_score(family)}, top-k, {norm}"
     return f"| {family.name} | {hf} | {gguf} | {router} | {family.graph['qk_norm']} |\n"
+
+
+def _executed(family: Family) -> str:
+    """One line on what the graph of a family can have, by its switches, keys and tensors."""
+    roles = {rule.role for _, form in family.forms for rule in form.tensors}
+    keys = set(family.hf.keys)
+    has = {name for name, value in family.graph.items() if value is True}
+    biased = any(rule.is_bias for _, form in family.forms for rule in form.experts)
+    attention = {"gqa": "grouped queries", "mla": "latent (MLA)"}[family.graph["attention"]]
+    windows = _WINDOWS[family.hf.windows] if keys & {"window", "chunk"} else "none"
+    norms = {"rms": "RMS", "layer": "LayerNorm"}[family.graph["norm"]]
+    columns = (
+        _listed(attention, gated="attention_gate" in has, sinks="sinks" in has),
+        _listed(windows, chunks="chunk" in keys),
+        norms + _places("pre_norm" not in family.graph, "post_norm" in has),
+        _listed(
+            "routed experts",
+            biases=biased,
+            shared_expert=Role.SHARED_GATE in roles,
+            gate_of_the_shared_expert=Role.SHARED_ROUTER in roles,
+            scaled_inputs="experts_scale_input" in has,
+            dense_layers=Role.DENSE_GATE in roles,
+        ),
+        _listed(
+            _score(family),
+            bias=Role.ROUTER_BIAS in roles,
+            bias_on_the_choice=Role.ROUTER_SELECT_BIAS in roles,
+            groups="router_groups" in keys,
+        ),
+    )
+    return f"| {family.name} | {' | '.join(columns)} | `{family.name}-*` |\n"
+
+
+def _listed(first: str, **others: bool) -> str:
+    return ", ".join([first, *(name.replace("_", " ") for name, there in others.items() if there)])
+
+
+def _places(before: bool, behind: bool) -> str:
+    return f" of {' and '.join(['inputs'] * before + ['outputs'] * behind)}"
 
 
 def _score(family: Family) -> str:

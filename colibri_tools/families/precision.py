@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colibri_tools.dtypes import DType, dtype_by_name
-from colibri_tools.errors import SourceError, quote
+from colibri_tools.errors import SourceError, quote, quote_some
 from colibri_tools.families.detect import Detected
 from colibri_tools.families.result import Assignment, SourceMapping
 from colibri_tools.sources import Source, SourceTensor
@@ -170,6 +170,8 @@ def _scheme_of(config: Config, where: str) -> Scheme:
             return scheme
     parts = [part for part in (method, form) if isinstance(part, str) and part]
     name = quote(" ".join(parts) or "?")
+    if config and "quant_method" not in config:
+        name += f" (no quant_method: {quote_some(sorted(config))})"
     raise SourceError(f"{where}: the scheme {name} is not supported; {_HINT}")
 
 

@@ -15,6 +15,7 @@ import tiny_models as tm
 from repack_util import small_hf
 
 import colibri_tools
+from colibri_tools.families.precision import SCHEMES
 from colibri_tools.repack import repack
 from colibri_tools.sources.views import values_of_codes
 from colibri_tools.verify import verify_container
@@ -131,6 +132,13 @@ def _check_stacks(path: Path, state: dict[str, Any]) -> None:
             for expert in range(row.n_experts):
                 parts = [container.dequantize_part(i, expert, p) for p in test_generic.PARTS[:2]]
                 np.testing.assert_array_equal(np.concatenate(parts), stacks[row.layer][expert])
+
+
+def test_the_methods_of_transformers_are_understood_or_named() -> None:
+    from transformers.utils.quantization_config import QuantizationMethod
+
+    understood = {scheme.method for scheme in SCHEMES}
+    assert {method.value for method in QuantizationMethod} <= {*understood, *forms.OTHER_METHODS}
 
 
 # ---------------------------------------------------------------- bitsandbytes
