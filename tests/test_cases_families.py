@@ -309,6 +309,43 @@ def test_case_1_7_a_headless_export_says_so(tmp_path: Path, family: str) -> None
     assert "lm_head.weight is missing" in message and "without its head" in message
 
 
+# ---------------------------------------------------------------- 1.8, 2.8: sizes are read
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_1_8_the_width_of_experts_is_the_configs_and_the_tensors(
+    tmp_path: Path, family: str
+) -> None:
+    """Neither is derived from a dense width, and they must agree."""
+    spec = small(family, dense_width=136)
+    plain = mapped(tm.write_hf(tmp_path / "plain", family, spec))
+    assert plain.spec["expert_width"] == spec.width and spec.width * spec.top_k != 136
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (name,) = (n for n in row_of(family).hf.keys["expert_width"].names if n in config)
+    path = tm.write_hf(tmp_path / "hf", family, spec, overrides={name: spec.width + 8})
+    message = refused(path)
+    n_shared = 2 if "shared_experts" in message else 1  # which may be named first
+    assert (
+        f"[{n_shared * (spec.width + 8)}, " in message
+        or f", {n_shared * (spec.width + 8)}]" in message
+    )
+    assert "expert" in message and "found [" in message
+
+
+@pytest.mark.parametrize("family", IN_GGUF)
+def test_case_2_8_the_expert_count_of_gguf_must_equal_the_axis(tmp_path: Path, family: str) -> None:
+    spec = small(family)
+    arch = tm.gguf_arch(family)
+    for n in (spec.experts - 1, spec.experts + 1):
+        values = tm.gguf_values(family, spec, tm.tensors(family, spec))
+        metadata = tm.gguf_metadata(family, spec) | {f"{arch}.expert_count": n}
+        path = tmp_path / f"{n}.gguf"
+        encoded = tm.encode_gguf(values, tm.GGMLQuantizationType.F32)
+        tm.write_gguf_tensors(path, arch, metadata, encoded)
+        message = refused(path)
+        assert str(n) in message and str(spec.experts) in message
+
+
 # ---------------------------------------------------------------- 1.9 tied embeddings
 
 
@@ -587,6 +624,44 @@ def test_case_4_3_a_nan_stops_the_job_with_its_place(tmp_path: Path, family: str
     tm.write_safetensors(path / "model.safetensors", weights)
     message = refused(path)
     assert "nan" in message.lower() and down in message
+
+
+# ---------------------------------------------------------------- 8.2, 8.3: rope of every family
+
+
+def stretched(kind: str, inv_freq: np.ndarray) -> np.ndarray:
+    """Linear scaling by 4, or llama3's by 8 of a context of 64, of plain angular frequencies."""
+    if kind == "linear":
+        return inv_freq / 4
+    turns = 64 * inv_freq / (2 * np.pi)  # within the original context
+    smooth = np.clip((turns - 1) / (4 - 1), 0, 1)
+    return inv_freq * (smooth + (1 - smooth) / 8)
+
+
+_LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type"])
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_case_8_2_rope_scaling_in_every_spelling_stretches_the_frequencies(
+    tmp_path: Path, family: str, kind: str, spelling: str
+) -> None:
+    scaling: dict[str, Any] = {"factor": 4.0} if kind == "linear" else dict(_LLAMA3)
+    scaling["type" if spelling == "type" else "rope_type"] = kind
+    keys: dict[str, Any] = {"rope_parameters": {**scaling, "rope_theta": 5e4}}
+    if spelling != "rope_parameters":
+        keys = {"rope_parameters": tm.DELETE, "rope_theta": 5e4, "rope_scaling": scaling}
+    spec = mapped(tm.write_hf(tmp_path / "hf", family, small(family), overrides=keys)).spec
+    n = spec["graph.rope_dim"]
+    plain = 5e4 ** -(np.arange(0, n, 2) / n)
+    assert spec["executable"], spec.get("executable_lacks")
+    np.testing.assert_allclose(spec["graph.rope_inv_freq"], stretched(kind, plain), rtol=1e-6)
 
 
 # ---------------------------------------------------------------- 8.5, 9.1, 9.6: heads
