@@ -44,6 +44,7 @@ test: $(VENV)/.test
 $(VENV)/.oracle: $(VENV)/.test
 	$(BIN)/pip install -q --disable-pip-version-check 'torch==2.13.0' 'transformers>=5.5,<6'
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps 'mistral-common>=1.8,<2'
+	$(BIN)/pip install -q --disable-pip-version-check 'bitsandbytes>=0.45,<1' 'accelerate>=1.1,<2'
 	@touch $@
 
 oracle: $(VENV)/.oracle
