@@ -16,7 +16,7 @@ DEBUG = ["-gdwarf-4", "-O1", *WARNINGS]
 ASAN = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TSAN = ["-fsanitize=thread"]
 BLOCKS = sorted(CSRC.glob("blocks*.c"))
-READER = [CSRC / name for name in ("container.c", "crc32c.c", "sha256.c")]
+READER = [*sorted(CSRC.glob("container*.c")), CSRC / "crc32c.c", CSRC / "sha256.c"]
 STORE = [
     *READER,
     CSRC / "aligned_io.c",

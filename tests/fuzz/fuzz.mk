@@ -8,6 +8,7 @@ FUZZ_SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omi
 FUZZ_HEADERS := $(wildcard csrc/*.h runtime/src/*.h runtime/include/*.h tests/c/*.h tests/fuzz/*.h)
 
 # Only the reader is instrumented for coverage; checksums and type tables, which are not what is tested, are just fast.
+FUZZ_READER := $(patsubst csrc/%.c,$(FUZZ)/%.o,$(wildcard csrc/container*.c))
 FUZZ_FAST := $(patsubst csrc/%.c,$(FUZZ)/%.o,csrc/crc32c.c csrc/sha256.c $(wildcard csrc/blocks*.c))
 
 .PHONY: fuzz fuzz-tools
@@ -18,16 +19,16 @@ fuzz-tools:
 $(FUZZ_FAST): $(FUZZ)/%.o: csrc/%.c $(FUZZ_HEADERS) | fuzz-tools
 	$(CLANG) $(FUZZ_CFLAGS) -O2 -c $< -o $@
 
-$(FUZZ)/container.o: csrc/container.c $(FUZZ_HEADERS) | fuzz-tools
+$(FUZZ_READER): $(FUZZ)/%.o: csrc/%.c $(FUZZ_HEADERS) | fuzz-tools
 	$(CLANG) $(FUZZ_CFLAGS) -O2 $(FUZZ_SANITIZE) -fsanitize=fuzzer-no-link -c $< -o $@
 
 $(FUZZ)/mutate.o $(FUZZ)/fuzz_container.o $(FUZZ)/replay.o: $(FUZZ)/%.o: tests/fuzz/%.c $(FUZZ_HEADERS) | fuzz-tools
 	$(CLANG) $(FUZZ_CFLAGS) -O2 $(FUZZ_SANITIZE) -c $< -o $@
 
-$(FUZZ)/fuzz_container: $(FUZZ)/fuzz_container.o $(FUZZ)/mutate.o $(FUZZ)/container.o $(FUZZ_FAST)
+$(FUZZ)/fuzz_container: $(FUZZ)/fuzz_container.o $(FUZZ)/mutate.o $(FUZZ_READER) $(FUZZ_FAST)
 	$(CLANG) $(FUZZ_SANITIZE) -fsanitize=fuzzer $^ -lm -o $@
 
-$(FUZZ)/replay: $(FUZZ)/replay.o $(FUZZ)/mutate.o $(FUZZ)/container.o $(FUZZ_FAST)
+$(FUZZ)/replay: $(FUZZ)/replay.o $(FUZZ)/mutate.o $(FUZZ_READER) $(FUZZ_FAST)
 	$(CLANG) $(FUZZ_SANITIZE) $^ -lm -o $@
 
 # The tokenizer: all of it is instrumented, but for the checksums of the container that it can be opened from.
@@ -36,7 +37,7 @@ TOKENIZER := $(patsubst runtime/src/%.c,$(FUZZ)/%.o,$(addprefix runtime/src/,tok
 $(TOKENIZER): $(FUZZ)/%.o: runtime/src/%.c $(FUZZ_HEADERS) | fuzz-tools
 	$(CLANG) $(FUZZ_CFLAGS) $(FUZZ_RUNTIME) -O2 $(FUZZ_SANITIZE) -fsanitize=fuzzer-no-link -c $< -o $@
 
-$(FUZZ)/fuzz_tokenizer: tests/fuzz/fuzz_tokenizer.c $(TOKENIZER) $(FUZZ)/container.o $(FUZZ_FAST)
+$(FUZZ)/fuzz_tokenizer: tests/fuzz/fuzz_tokenizer.c $(TOKENIZER) $(FUZZ_READER) $(FUZZ_FAST)
 	$(CLANG) $(FUZZ_CFLAGS) $(FUZZ_RUNTIME) -DFUZZ_TARGET -O2 $(FUZZ_SANITIZE) -fsanitize=fuzzer $^ -lm -o $@
 
 fuzz: $(FUZZ)/fuzz_container $(FUZZ)/fuzz_tokenizer $(FUZZ)/replay $(VENV)/.test
