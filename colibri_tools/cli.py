@@ -6,9 +6,12 @@ Exit codes: 0 done, 1 the job failed or a check did not hold, 2 wrong usage, 130
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -50,16 +53,42 @@ class SizeOrAll(SizeType):
         return (1 << 64) - 1 if value == "all" else super().convert(value, param, ctx)
 
 
+class PipeClosed(Exception):
+    """The reader of standard output (head, less) went away."""
+
+
 class Interrupted(Exception):
     """A command was ended by Ctrl-C or SIGTERM; the text says what it left behind, if anything."""
 
 
+_COMMON = ("json_mode", "quiet", "debug")
 SIZE = SizeType()
 PATH = click.Path(path_type=Path)
 
 
+class Formatter(click.HelpFormatter):
+    """Help as wide as the terminal, also where that is narrower than click's least width."""
+
+    def __init__(
+        self, indent_increment: int = 2, width: int | None = None, max_width: int | None = None
+    ) -> None:
+        columns = shutil.get_terminal_size().columns
+        super().__init__(indent_increment, width or min(columns, max_width or 80) - 2, max_width)
+
+    def write_dl(
+        self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2
+    ) -> None:
+        super().write_dl(rows, min(col_max, self.width * 2 // 5), col_spacing)
+
+
+class Context(click.Context):
+    formatter_class = Formatter
+
+
 class WithExample(click.Command):
-    """Help that ends with an example, kept exactly as written."""
+    """Help that ends with an example: shell lines, folded where the terminal is narrower."""
+
+    context_class = Context
 
     def __init__(self, *args: Any, example: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -68,7 +97,24 @@ class WithExample(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Example"):
             for line in self.example.strip().splitlines():
-                formatter.write(f"  {line}\n")
+                formatter.write(textwrap.indent(fold_command(line, formatter.width - 2), "  "))
+
+
+def fold_command(line: str, width: int) -> str:
+    """Return a shell line folded at its options to about `width`, the same command to a shell."""
+    chunks: list[str] = []
+    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|\S)+""", line):
+        if chunks and re.fullmatch(r"-\S+", chunks[-1]) and not word.startswith("-"):
+            chunks[-1] += f" {word}"
+        else:
+            chunks.append(word)
+    lines = chunks[:1]
+    for chunk in chunks[1:]:
+        if len(f"{lines[-1]} {chunk} \\") <= width:
+            lines[-1] += f" {chunk}"
+        else:
+            lines.append(f"  {chunk}")
+    return " \\\n".join(lines) + "\n"
 
 
 class ExampleCommand(WithExample):
@@ -109,6 +155,12 @@ class ExampleCommand(WithExample):
         return spread
 
 
+class MainGroup(click.Group):
+    """All commands; its help names them."""
+
+    context_class = Context
+
+
 class ExampleGroup(WithExample, click.Group):
     """A group of commands with an example."""
 
@@ -125,6 +177,8 @@ def command(
                 return function(Output(json_mode=json_mode, quiet=quiet), **options)
             except KeyboardInterrupt as error:  # click would drop its message
                 raise Interrupted(str(error)) from error
+            except BrokenPipeError as error:  # click would exit with 1
+                raise PipeClosed from error
 
         for option in (
             click.option("--debug", is_flag=True, help="Show a traceback on failure."),
@@ -136,12 +190,14 @@ def command(
             name, cls=ExampleCommand, example=example, lists=lists
         )
         decorated: click.Command = declare(call)
+        decorated.params.sort(key=lambda param: param.name in _COMMON)  # its own options first
         return decorated
 
     return decorate
 
 
 @click.group(
+    cls=MainGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="'colibri COMMAND -h' explains a command and shows an example.",
 )
@@ -324,7 +380,7 @@ def quantize_command(
     allow_requantize: bool,
     **options: Any,
 ) -> None:
-    """Encode the matrices of a container (PATH) into other types.
+    """Encode a container's matrices into other types.
 
     Norms, biases and routers keep their type; a rule that names 'router' changes routers too.
     Rows that a type's blocks do not divide get the next type of a chain, which is shown.
@@ -352,7 +408,7 @@ colibri reorder hot.colibri -o back.colibri --order id
 @routing_options
 @job_options
 def reorder_command(output: Output, path: Path, out: Path, **options: Any) -> None:
-    """Move a container's expert blocks into another physical order.
+    """Put a container's expert blocks into another order.
 
     With the hottest first they are a prefix that one sequential read brings into memory. Expert
     ids and every number stay as they are.
@@ -418,7 +474,7 @@ colibri inspect model.profile --html profile.html
 def inspect_command(
     output: Output, path: Path, html: Path | None, plot: Path | None, **options: Any
 ) -> None:
-    """Show what a container, a checkpoint or a routing profile holds.
+    """Show what a container, checkpoint or profile holds.
 
     PATH is a container, a Hugging Face directory, a .safetensors or a .gguf file, or a profile.
     """
@@ -475,7 +531,7 @@ colibri respec model.colibri
 @click.argument("path", type=PATH)
 @click.option("--dry-run", is_flag=True, help="Show what would change, write nothing.")
 def respec_command(output: Output, path: Path, dry_run: bool) -> None:
-    """Rebuild a container's spec from the source files it carries.
+    """Rebuild a container's spec from the files it carries.
 
     For a container made by an older version of this tool: the data stay where they are, only
     the metadata in front of them change. Says "unchanged" and writes nothing where the spec is
@@ -549,6 +605,7 @@ colibri run model.colibri --prompt-file a.txt --prompt-file b.txt --out answers
     "--preload",
     type=SizeOrAll(),
     default=0,
+    metavar="SIZE|all",
     help="Bytes of the expert cache that are filled at open, or 'all'; default: none.",
 )
 @click.option("--mirror", type=PATH, help="Read from this file what it has: see export.")
@@ -720,7 +777,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         code = _run(args, output)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) went away: stop quietly, as other tools do
+    except (BrokenPipeError, PipeClosed):  # stop quietly, as other tools do
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_PIPE
     sys.exit(code)
@@ -733,6 +790,15 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _usage_message(error: click.ClickException) -> str:
+    text = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None) or click.get_current_context(silent=True)
+    if context is None:
+        return text
+    see = " See" if text.endswith(("?", "?)")) else "; see"
+    return f"{text}{see} '{context.command_path} -h'"
+
+
 def _run(args: list[str], output: Output) -> int:
     try:
         result = main_group.main(args, prog_name="colibri", standalone_mode=False)
@@ -741,8 +807,7 @@ def _run(args: list[str], output: Output) -> int:
         error.show()
         return EXIT_USAGE
     except click.ClickException as error:
-        hint = f"; see '{error.ctx.command_path} -h'" if getattr(error, "ctx", None) else ""  # type: ignore[attr-defined]
-        output.failure("UsageError", f"{error.format_message().rstrip('.')}{hint}", EXIT_USAGE)
+        output.failure("UsageError", _usage_message(error), EXIT_USAGE)
         return EXIT_USAGE
     except (Interrupted, KeyboardInterrupt, click.Abort) as error:
         if output.err.is_terminal:  # it has ^C on the line

@@ -128,7 +128,10 @@ def profile_group() -> None:
 @out_option
 @force_option
 def profile_merge_command(output: Output, paths: Sequence[Path], **settings: Any) -> None:
-    """Add profiles of one model together; domains of the same name become one."""
+    """Add profiles of one model together.
+
+    Domains of the same name become one.
+    """
     from colibri_tools.profile.files import merge_files
 
     report(output, merge_files(paths, **settings))
@@ -164,7 +167,10 @@ def profile_export_command(output: Output, path: Path, **settings: Any) -> None:
 @out_option
 @force_option
 def profile_import_command(output: Output, path: Path, **settings: Any) -> None:
-    """Make a profile from PATH: usage text, a CSV trace, or a GGUF importance matrix."""
+    """Make a profile of usage text, a CSV trace or an imatrix.
+
+    An imatrix is a GGUF importance matrix, as llama.cpp writes it.
+    """
     from colibri_tools.profile.files import import_profile
 
     report(output, import_profile(path, **settings))
@@ -215,10 +221,10 @@ colibri simulate model.profile model.colibri --expert-cache 4G,8G
     "--compute", type=float, metavar="SECONDS", help="Of a token in memory; default: measured."
 )
 def simulate_command(output: Output, profile: Path, model: Path, **settings: Any) -> None:
-    """Replay a profile's trace with caches of several sizes and policies.
+    """Replay a profile's trace with caches of several sizes.
 
     PROFILE was made with profile-routing --trace, MODEL is a container of the same model. The
-    engine's own policy is replayed by its expert store itself.
+    engine's own policy is replayed by its expert store itself, beside LRU, LFU and others.
     """
     from colibri_tools.profile.simulate import simulate
 
@@ -291,7 +297,7 @@ colibri run model.colibri --mirror /fast/hot.part --prompt "The file system is"
 def export_command(
     output: Output, path: Path, out: Path, hottest: tuple[float | None, int | None], **settings: Any
 ) -> None:
-    """Write the hottest blocks of a container once more, for a faster drive.
+    """Write a container's hottest blocks for a faster drive.
 
     Without --routing the container must be in the order of hotness. The file does not run by
     itself: 'colibri run --mirror' reads from it what it has.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, OverflowMethod
+from rich.console import Console, Group, OverflowMethod, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from colibri_tools.inspect import Inspection, Region
-from colibri_tools.output import format_bytes, format_count
+from colibri_tools.output import facts_table, format_bytes, format_count
 
 _STYLES = {
     "metadata": ("▒", "yellow"),
@@ -30,7 +30,7 @@ _MIN_SHOWN_BYTES = 64
 
 def render(inspection: Inspection, console: Console) -> None:
     """Print an inspection: the summary, then whatever else was asked for."""
-    console.print(_summary_table(inspection))
+    console.print(facts_table(_summary_rows(inspection.path, inspection.summary)))
     for text in inspection.summary.get("warnings", ()):
         console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
     if inspection.regions is not None:
@@ -41,16 +41,6 @@ def render(inspection: Inspection, console: Console) -> None:
         _print_rows(console, "blocks", inspection.blocks)
     if inspection.details is not None:
         _print_details(console, inspection.details)
-
-
-def _summary_table(inspection: Inspection) -> Table:
-    s = inspection.summary
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _summary_rows(inspection.path, s):
-        table.add_row(label, value)
-    return table
 
 
 def _summary_rows(path: str, s: dict[str, Any]) -> list[tuple[str, str]]:
@@ -69,7 +59,7 @@ def _summary_rows(path: str, s: dict[str, Any]) -> list[tuple[str, str]]:
     if s.get("types"):
         rows.append(("types", _types(s["types"])))
     if s["bits_per_weight"]:
-        rows.append(("bits per weight", f"{s['bits_per_weight']:.3f}"))
+        rows.append(("bits/weight", f"{s['bits_per_weight']:.3f}"))
     rows.append(("file" if s["kind"] == "container" else "files", _size(s)))
     if s["resident_bytes"] is not None:
         rows.append(("resident", format_bytes(s["resident_bytes"])))
@@ -84,7 +74,8 @@ def _summary_rows(path: str, s: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if s["kind"] == "container":
         rows.append(("metadata", _metadata(s)))
-        rows.append(("alignment, order", f"{format_bytes(s['alignment'])}, {s['order']}"))
+        rows.append(("alignment", format_bytes(s["alignment"])))
+        rows.append(("order", s["order"]))
         rows.append(("carried files", escape(", ".join(s["blobs"]) or "none")))
     rows += _changes(s)
     return rows
@@ -150,7 +141,7 @@ def _map(regions: list[Region], width: int) -> Group:
         glyph, colour = _STYLES[region.kind]
         bar.append(glyph * cells, style=colour)
         drawn += cells
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("region")
     table.add_column("offset", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -162,8 +153,10 @@ def _map(regions: list[Region], width: int) -> Group:
         share = f"{region.n_bytes / total:.2%}"
         table.add_row(name, f"{region.offset:,}", f"{region.n_bytes:,}", share)
     more = len(shown) - _MAX_ROWS
-    note = Text(f"and {more} more regions; --json has all", style="dim") if more > 0 else Text()
-    return Group(Text(), bar, table, note)
+    parts: list[RenderableType] = [Text(), bar, Text(), table]
+    if more > 0:
+        parts.append(Text(f"and {more} more regions; --json has all", style="dim"))
+    return Group(*parts)
 
 
 def _short_tensor(row: dict[str, Any]) -> dict[str, Any]:
@@ -197,13 +190,15 @@ def _print_rows(console: Console, title: str, rows: list[dict[str, Any]]) -> Non
         return
     hidden = {"sha256", "crc32c", "stream"}
     keys = [k for k in rows[0] if k not in hidden and any(r[k] is not None for r in rows)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for key in keys:
         number = isinstance(rows[0][key], int)
         fold: OverflowMethod = "fold" if key in ("name", "action", "used as") else "ellipsis"
         table.add_column(key, justify="right" if number else "left", no_wrap=number, overflow=fold)
     for row in rows:
         table.add_row(*(escape(_cell(row[key])) for key in keys))
+    console.print()
+    console.print(f"[italic]{title}[/italic]")
     console.print(table)
 
 
@@ -226,11 +221,6 @@ def _cell(value: Any) -> str:
 
 def _print_details(console: Console, details: dict[str, Any]) -> None:
     for part in details.get("parts", [details]):
-        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for key, value in part.items():
-            if value is not None:
-                table.add_row(key, escape(_cell(value)))
         console.print()
-        console.print(table)
+        facts = ((key, escape(_cell(x))) for key, x in part.items() if x is not None)
+        console.print(facts_table(facts))

@@ -23,12 +23,14 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from colibri_tools.errors import ColibriError
 
@@ -36,6 +38,7 @@ __all__ = [
     "Output",
     "ProgressCallback",
     "Result",
+    "facts_table",
     "format_bytes",
     "format_count",
     "parse_rate",
@@ -46,6 +49,7 @@ ProgressCallback = Callable[[int, int], None]
 """Called with what is done and what there is in total, mostly bytes."""
 
 _PIPE_WIDTH = 200
+_TRAILING = re.compile(r" +(?=\n)")
 _UNSAFE = re.compile("[\x7f-\x9f\ud800-\udfff]")
 """What JSON allows in strings but a terminal (controls) or UTF-8 (halves of pairs) does not."""
 
@@ -158,7 +162,7 @@ class Output:
             return
         amount: tuple[ProgressColumn, ...] = (
             DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            _SpeedColumn(),
         )
         if unit != "bytes":
             amount = (MofNCompleteColumn(), TextColumn(unit))
@@ -174,8 +178,33 @@ class Output:
             yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+class _SpeedColumn(ProgressColumn):
+    """Bytes a second in the units of all other sizes; rich's own column has decimal ones."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        shown = "" if speed is None else f"{format_bytes(round(speed))}/s"
+        return Text(shown, style="progress.data.speed")
+
+
+class _Trimmed:
+    """A stream without the spaces that tables put behind their last column."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        self._stream.write(_TRAILING.sub("", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class _SafeConsole(Console):
     """A console on which names of untrusted files cannot drive the terminal."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # that of the write that called this: main() knows how to end then
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -194,10 +223,21 @@ def _plain(char: str) -> str:
 
 
 def _console(stream: Any) -> Console:
-    console = _SafeConsole(file=stream, highlight=False)
+    file: Any = _Trimmed(stream)
+    console = _SafeConsole(file=file, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPE_WIDTH
     return console
+
+
+def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
+    """Return labels and what they stand for (markup) as a table of two columns."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in facts:
+        table.add_row(label, value)
+    return table
 
 
 def format_bytes(n: int) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from colibri_tools.output import format_bytes, format_count
+from colibri_tools.output import facts_table, format_bytes, format_count
 from colibri_tools.quantize.report_view import render_encoding
 from colibri_tools.repack import RepackResult
 
@@ -15,12 +14,7 @@ __all__ = ["render_repack"]
 
 def render_repack(result: RepackResult, console: Console) -> None:
     """Print a summary: what was made, of what, and where its bytes are."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _rows(result):
-        table.add_row(label, value)
-    console.print(table)
+    console.print(facts_table(_rows(result)))
     if result.quantization is not None:
         render_encoding(result.quantization, console)
 

@@ -111,7 +111,7 @@ def respec(path: str | os.PathLike[str], *, dry_run: bool = False) -> RespecResu
     writing fails; then the container is as it was, or its copy beside it says how to go on.
     """
     shown = Path(path)
-    real = Path(os.path.realpath(path))
+    real = Path(os.path.realpath(path)) if shown.is_symlink() else shown
     notes: list[str] = []
     if dry_run or not os.path.lexists(backup_path(real)):
         proposal = _propose(real)

@@ -207,7 +207,7 @@ bool clb_parse_layouts(loader *r) {
   if (n < 1 || n > MAX_LAYOUTS || get_u32(s->p + 4) != LAYOUT_ENTRY || s->bytes != 8 + (uint64_t)n * LAYOUT_ENTRY) {
     return clb_refuse(r,
                       "rule 23: layout table: %" PRIu32 " entries of %" PRIu32
-                      " bytes, expected 1 ... 65536 of 576, and together "
+                      " bytes, expected 1 ... 1024 of 576, and together "
                       "the section's %" PRIu64,
                       n, get_u32(s->p + 4), s->bytes);
   }

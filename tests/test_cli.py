@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import click
 import pytest
 import tiny_models as tiny
+from click.testing import CliRunner
 
 from colibri_tools.cli import main_group
 from colibri_tools.output import format_bytes, format_count, parse_size
@@ -107,6 +109,49 @@ def test_every_command_has_the_common_options(command: str) -> None:
     assert options >= {"--json", "--quiet", "-q", "--debug"}
 
 
+def help_of(command: str) -> str:
+    """Return a command's help in this process, as wide as COLUMNS says."""
+    done = CliRunner().invoke(main_group, [*command.split(), "-h"], prog_name="colibri")
+    assert done.exit_code == 0
+    return done.output
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_the_terminal(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = help_of(command)
+    wide = [line for line in text.splitlines() if len(line) > width]
+    unbroken = r"\[.{30,}\]|'.{25,}'|\".{25,}\"|\S{30,}"  # values, and words of an example
+    assert [line for line in wide if not re.search(unbroken, line)] == []
+
+
+@pytest.mark.parametrize("command", ["", "profile"])
+def test_no_summary_of_a_command_is_cut_at_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    summaries = help_of(command).partition("Commands:")[2].splitlines()
+    assert [line for line in summaries if line.endswith("...")] == []
+
+
+def test_a_folded_example_is_the_same_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def example() -> str:
+        return help_of("run").partition("Example:\n")[2].replace("\\\n", "")
+
+    monkeypatch.setenv("COLUMNS", "50")
+    narrow = shlex.split(example())
+    monkeypatch.setenv("COLUMNS", "200")
+    assert narrow == shlex.split(example())
+    assert "The file system is" in narrow
+
+
+def test_a_commands_own_options_come_first() -> None:
+    for command in LEAVES:
+        names = [param.name for param in TREE[command].params]
+        assert names[-3:] == ["json_mode", "quiet", "debug"]
+
+
 def test_version() -> None:
     assert re.fullmatch(r"colibri, version \d+\.\d+\.\d+\n", colibri("--version").stdout)
 
@@ -161,6 +206,15 @@ def test_errors_are_one_line_and_name_the_culprit(tmp_path: Path, source: Path) 
 def test_a_typo_is_answered_with_the_right_word(container: Path) -> None:
     assert "inspect" in colibri("inspct", container).stderr
     assert "--blocks" in colibri("inspect", container, "--block").stderr
+
+
+def test_a_question_does_not_end_in_a_semicolon(container: Path) -> None:
+    for typo in (("verfy", container), ("verify", "--qui", container)):
+        text = colibri(*typo).stderr
+        assert re.search(
+            r"\?\)? See 'colibri( verify)? -h'$|[^?)]; see 'colibri( verify)? -h'$", text
+        )
+    assert "; see 'colibri repack -h'" in colibri("repack").stderr
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
@@ -228,6 +282,35 @@ def test_a_closed_pipe_is_no_traceback(container: Path) -> None:
     )
     assert done.stderr == ""
     assert done.returncode in (0, 141)  # 0: all of it fitted into the pipe
+
+
+def test_a_closed_pipe_ends_a_report_as_it_ends_json(container: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    call = [sys.executable, "-c", "from colibri_tools.cli import main; main()"]
+    for options in ([], ["--map"], ["--json"]):
+        done = subprocess.run(
+            [*call, "inspect", container, *options], stdout=write, stderr=subprocess.PIPE
+        )
+        assert (done.returncode, done.stderr) == (141, b"")
+    os.close(write)
+
+
+@pytest.mark.parametrize("options", [[], ["--map"], ["--tensors"], ["--blocks"]])
+def test_no_line_ends_in_spaces(container: Path, source: Path, options: list[str]) -> None:
+    text = colibri("inspect", container, *options).stdout
+    assert text.endswith("\n") and not text.endswith("\n\n")
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+
+
+def test_an_id_fits_a_line_of_80_columns(container: Path) -> None:
+    text = colibri("inspect", container, env={**os.environ, "COLUMNS": "80"}).stdout
+    assert json.loads(colibri("inspect", container, "--json").stdout)["id"] in text
+
+
+def test_a_checkpoint_has_no_blocks_to_count(source: Path, container: Path) -> None:
+    assert "ok: 132 tensors read whole" in colibri("verify", source).stdout
+    assert "blocks and " in colibri("verify", container).stdout
 
 
 @pytest.mark.parametrize("when", ["early", "late"])

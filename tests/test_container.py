@@ -825,7 +825,11 @@ def test_things_that_are_no_container(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no file"):
         containers.open(tmp_path / "fifo")
     (tmp_path / "text").write_bytes(b"GGUF" + bytes(5000))
-    with pytest.raises(RuleError, match=r"text: page 0: magic: .*GGUF"):
+    advice = r"found 'GGUF.*'; this is no container, 'colibri repack' makes one from a checkpoint"
+    with pytest.raises(RuleError, match=rf"text: page 0: magic: expected 'COLIBRI.*', {advice}"):
+        containers.open(tmp_path / "text")
+    (tmp_path / "text").write_text("short")
+    with pytest.raises(RuleError, match=r"found a file of 5 bytes; this is no container"):
         containers.open(tmp_path / "text")
 
 

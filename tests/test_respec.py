@@ -659,3 +659,11 @@ def test_json_has_every_key(altered: Path, capsys: pytest.CaptureFixture[str]) -
     ]
     done = colibri("respec", altered.parent / "absent", "--json")
     assert (done.returncode, json.loads(done.stdout)["ok"]) == (1, False)
+
+
+def test_errors_name_the_file_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ColibriError, match=r"^nothing\.colibri: "):
+        respec("nothing.colibri")

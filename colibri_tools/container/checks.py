@@ -37,6 +37,7 @@ Checksum = Callable[[bytes], int]
 _ROLES, _GROUPS, _PART_ROLES, _STREAMS = map(frozenset, (Role, Group, PartRole, Stream))
 _SECTION_KINDS = frozenset(SectionKind)
 
+_NO_CONTAINER = "this is no container, 'colibri repack' makes one from a checkpoint"
 _NEWER = "a newer colibri-tools is needed"
 
 
@@ -75,12 +76,15 @@ class RuleError(FormatError):
 def check_page0(raw: bytes, real_size: int, crc32c: Checksum) -> np.void:
     """Check page 0 and return it as a PAGE0_DTYPE record (rules 1-6, 10)."""
     if len(raw) != fmt.PAGE0_BYTES:
-        raise RuleError(1, "page 0", "bytes", fmt.PAGE0_BYTES, f"a file of {len(raw)} bytes")
+        found = f"a file of {len(raw)} bytes; {_NO_CONTAINER}"
+        raise RuleError(1, "page 0", "bytes", fmt.PAGE0_BYTES, found)
     page: np.void = np.frombuffer(raw, fmt.PAGE0_DTYPE)[0]
     _check_identity(page, raw, crc32c)
     check_alignment(int(page["alignment"]))
     if int(page["file_size"]) != real_size:
-        raise RuleError(5, "page 0", "file_size", f"the real size {real_size}", page["file_size"])
+        change = "cut" if real_size < int(page["file_size"]) else "grown"
+        found = f"{page['file_size']}; the file was {change}, get it again"
+        raise RuleError(5, "page 0", "file_size", f"{real_size}, the file's real size", found)
     n_sections = int(page["n_sections"])
     if not len(fmt.REQUIRED_SECTIONS) <= n_sections <= fmt.MAX_SECTIONS:
         raise RuleError(6, "page 0", "n_sections", f"7 ... {fmt.MAX_SECTIONS}", n_sections)
@@ -92,8 +96,10 @@ def check_page0(raw: bytes, real_size: int, crc32c: Checksum) -> np.void:
 
 def _check_identity(page: np.void, raw: bytes, crc32c: Checksum) -> None:
     if raw[:8] != fmt.MAGIC:
-        found = "zeros, as in an unfinished file" if not any(raw) else quote(raw[:8])
-        raise RuleError(1, "page 0", "magic", quote(fmt.MAGIC), found)
+        found = f"{quote(raw[:8].decode('latin-1'))}; {_NO_CONTAINER}"
+        if not any(raw):
+            found = "zeros, as in an unfinished file"
+        raise RuleError(1, "page 0", "magic", quote(fmt.MAGIC.decode()), found)
     if page["version"] != fmt.VERSION:
         raise RuleError(1, "page 0", "version", fmt.VERSION, page["version"])
     if page["page0_bytes"] != fmt.PAGE0_BYTES:

@@ -93,11 +93,15 @@ class VerifyReport:
         errors = "1 error" if self.n_errors == 1 else f"{self.n_errors} errors"
         verdict = "[green]ok[/green]" if self.ok else f"[red]{errors}[/red]"
         read = format_bytes(self.bytes)
-        what = f"{self.checked_blocks} blocks and {self.checked_tensors} tensors read whole"
+        blocks = f"{self.checked_blocks} blocks and " if self.kind == "container" else ""
+        what = f"{blocks}{self.checked_tensors} tensors read whole"
         if self.quick:
             what = "everything but the payload"
         if self.against is not None and self.ok:
             what += f", equal to {escape(self.against)}"
+        if not self.ok and self.bytes == 0:
+            console.print(f"{verdict}; the payload was not read")
+            return
         console.print(f"{verdict}: {what}, {read} in {self.seconds:.1f} s", soft_wrap=True)
 
 

@@ -142,8 +142,9 @@ def main() -> None:
     fill_cache(engine, tokens)
     stats, n_bytes = engine.stats(), token_bytes(engine)
     print(f"{cpu_name()}, {os.cpu_count()} CPUs, {platform.system()} {platform.release()}")
-    print(f"{args.container.name}: precision {info.precision}, KV {info.kv_type}, {info.n_threads}")
-    print(f"threads, kernels {info.kernels}, {n_bytes / 1e6:.1f} MB of weights for a token")
+    print(f"{args.container.name}: {n_bytes / 1e6:.1f} MB of weights for a token")
+    print(f"{info.n_threads} threads, kernels {info.kernels}", end=", ")
+    print(f"precision {info.precision}, KV {info.kv_type}")
     print(f"I/O: {stats.io_backend}, {'direct' if stats.io_direct else stats.io_reason}")
     print(f"load average {os.getloadavg()[0]:.2f}; tokens/s", flush=True)
     ours: list[dict[str, float]] = []
@@ -168,10 +169,8 @@ def main() -> None:
         print(f"| {name} | {x:.2f} | {y:.2f} | **{y / x:.2f}** | {ratios} |")
     rate = statistics.median(t[f"tg{args.generate}"] for t in ours) * n_bytes / 1e9
     bandwidth = statistics.median(bandwidths)
-    print(
-        f"\ndecode reads {rate:.2f} GB/s of weights: {100 * rate / bandwidth:.0f} % of the", end=" "
-    )
-    print(f"{bandwidth:.2f} GB/s that plain reads reach")
+    share = f"{100 * rate / bandwidth:.0f} % of the {bandwidth:.2f} GB/s that plain reads reach"
+    print(f"\ndecode reads {rate:.2f} GB/s of weights: {share}")
 
 
 if __name__ == "__main__":
