@@ -199,24 +199,9 @@ def run(
     if max_tokens < 0:
         raise UsageError(f"max-tokens: expected 0 or more, found {max_tokens}")
     _check_logits_path(path, logits)
-    text_prompt = _text_prompt(prompt, prompt_file, tokens)
-    warnings = []
-    if text_prompt is not None and (clean := without_surrogates(text_prompt)) != text_prompt:
-        warnings.append("the prompt is not UTF-8: U+FFFD stands for what is none")
-        text_prompt = clean
-    ends: frozenset[int] = frozenset()
-    tokenizer: Tokenizer | None
-    if chat and text_prompt is not None:
-        conversation = Conversation.open(path, system)
-        tokenizer, ends = conversation.tokenizer, conversation.end_ids()
-        ids = conversation.ask(text_prompt)
-    else:
-        tokenizer = container_tokenizer(path, needed=tokens is None)
-        ids = _encode(tokenizer, text_prompt) if tokens is None else parse_tokens(tokens)
-    if stop and tokenizer is None:
+    given = _read_prompt(path, _text_prompt(prompt, prompt_file, tokens), tokens, chat, system)
+    if stop and given.tokenizer is None:
         raise UsageError(f"--stop is about text, and {os.fspath(path)} has no tokenizer")
-    if not ids:
-        raise UsageError("the prompt has no tokens; give a text, or ids with --tokens")
     options = _EngineOptions(
         threads=threads,
         batch_size=batch_size,
@@ -233,19 +218,21 @@ def run(
         kv_type=kv_type,
         logits_rows=0,
     )
-    ctx = _choose_ctx(path, len(ids), max_tokens, ctx, options)
+    ctx = _choose_ctx(path, len(given.ids), max_tokens, ctx, options)
     if logits is not None:
         options["logits_rows"] = min(ctx, batch_size or DEFAULT_BATCH_SIZE)
     memory = estimate(path, ctx=ctx, **options)
-    check_ids(ids, memory.vocab_size)
+    check_ids(given.ids, memory.vocab_size)
     sampler = Sampler(memory, sampling)
     plan = _plan(path, memory, io_threads, profile)
     if on_plan:
         on_plan(plan)
     with Engine(path, ctx=ctx, **options) as engine:
-        generation = Generation(engine, sampler, tokenizer, ids, on_text, stops=stop, ends=ends)
+        generation = Generation(
+            engine, sampler, given.tokenizer, given.ids, on_text, stops=stop, ends=given.ends
+        )
         generation.run(max_tokens, ignore_eos, logits)
-        return generation.result(sampling, plan, profile, warnings)
+        return generation.result(sampling, plan, profile, given.warnings)
 
 
 def _plan(path: str | os.PathLike[str], memory: Memory, io_threads: int, profile: bool) -> Plan:
@@ -531,6 +518,42 @@ def container_tokenizer(path: str | os.PathLike[str], *, needed: bool) -> Tokeni
             if needed:
                 raise
             return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt as ids, and what goes with its text: ids that end an answer, and warnings."""
+
+    ids: list[int]
+    tokenizer: Tokenizer | None
+    ends: frozenset[int]
+    warnings: list[str]
+
+
+def _read_prompt(
+    path: str | os.PathLike[str],
+    text: str | None,
+    tokens: Sequence[int] | str | None,
+    chat: bool,
+    system: str | None,
+) -> _Prompt:
+    """Return a text or ids as a prompt of the container at `path`; raise UsageError for none."""
+    warnings = []
+    if text is not None and (clean := without_surrogates(text)) != text:
+        warnings.append("the prompt is not UTF-8: U+FFFD stands for what is none")
+        text = clean
+    ends: frozenset[int] = frozenset()
+    tokenizer: Tokenizer | None
+    if chat and text is not None:
+        conversation = Conversation.open(path, system)
+        tokenizer, ends = conversation.tokenizer, conversation.end_ids()
+        ids = conversation.ask(text)
+    else:
+        tokenizer = container_tokenizer(path, needed=tokens is None)
+        ids = _encode(tokenizer, text) if tokens is None else parse_tokens(tokens)
+    if not ids:
+        raise UsageError("the prompt has no tokens; give a text, or ids with --tokens")
+    return _Prompt(ids, tokenizer, ends, warnings)
 
 
 def _encode(tokenizer: Tokenizer | None, text: str | None) -> list[int]:
