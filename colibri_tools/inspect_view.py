@@ -142,7 +142,7 @@ def _map(regions: list[Region], width: int) -> Group:
         bar.append(glyph * cells, style=colour)
         drawn += cells
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("region")
+    table.add_column("region", overflow="fold")
     table.add_column("offset", justify="right", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ __all__ = [
     "format_count",
     "parse_rate",
     "parse_size",
+    "print_numbers",
 ]
 
 ProgressCallback = Callable[[int, int], None]
@@ -238,6 +239,23 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
     for label, value in facts:
         table.add_row(label, value)
     return table
+
+
+def print_numbers(console: Console, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows of numbers as a table; where it is too wide, each row as lines of its own."""
+    table = Table(box=None, pad_edge=False)
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    rows = list(rows)
+    for row in rows:
+        table.add_row(*row)
+    wanted = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
+    if wanted <= console.width:
+        console.print(table)
+        return
+    for row in rows:
+        console.print(facts_table(pair for pair in zip(headers, row, strict=True) if pair[1]))
+        console.print()
 
 
 def format_bytes(n: int) -> str:

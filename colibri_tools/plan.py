@@ -13,7 +13,7 @@ from colibri_tools.container import Container
 from colibri_tools.container import open as open_container
 from colibri_tools.engine import Memory, advise, estimate
 from colibri_tools.errors import ColibriError, UsageError
-from colibri_tools.output import format_bytes
+from colibri_tools.output import format_bytes, print_numbers
 from colibri_tools.profile.file import RoutingProfile
 from colibri_tools.profile.fingerprint import container_fingerprint
 from colibri_tools.profile.routing import load_routing
@@ -84,17 +84,9 @@ class MemoryPlan:
 
     def render(self, console: Console) -> None:
         """Print a table with a row for each budget."""
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False)
-        for name in ("memory", "resident", "KV", "scratch, other", "experts", "of all", "found"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("read per token", justify="right", no_wrap=True)
         at_most = "" if self.compute else ", at most"
-        table.add_column("tokens/s" + at_most, justify="right", no_wrap=True)
-        for budget in self.budgets:
-            table.add_row(*_cells(budget))
-        console.print(table)
+        headers = (*_COLUMNS, "read per token", "tokens/s" + at_most)
+        print_numbers(console, headers, map(_cells, self.budgets))
         text = f"drive: {self.bytes_per_second / 1e9:.2f} GB/s, {self.disk_source}; found in the "
         text += f"cache: {self.basis}. "
         if self.compute is None:
@@ -105,9 +97,12 @@ class MemoryPlan:
         console.print(text, style="dim", soft_wrap=True)
 
 
+_COLUMNS = ("memory", "resident", "KV", "scratch, other", "experts", "of all", "found")
+
+
 def _cells(b: BudgetPlan) -> list[str]:
     if b.memory is None:
-        return [format_bytes(b.ram_bytes), "too small"]
+        return [format_bytes(b.ram_bytes), *[""] * len(_COLUMNS), "too small"]
     m = b.memory
     speed = "not bound" if b.tokens_per_second is None else f"{b.tokens_per_second:.3g}"
     return [

@@ -364,6 +364,13 @@ def test_starting_is_quick_because_heavy_imports_wait() -> None:
     assert not loaded & {"numpy", "tokenizers", "gguf", "torch", "safetensors", "_cffi_backend"}
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_plan_keeps_its_numbers_whole(container: Path, width: int) -> None:
+    environment = {**os.environ, "COLUMNS": str(width)}
+    text = colibri("plan", container, "--ram", "1M,1G", "--disk", "3GB/s", env=environment).stdout
+    assert "…" not in text and "too small" in text and "not bound" in text
+
+
 def test_narrow_terminals_are_respected(container: Path) -> None:
     done = colibri("inspect", container, "--map", env={**os.environ, "COLUMNS": "40"})
     assert max(map(len, done.stdout.splitlines())) <= 40

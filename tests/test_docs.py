@@ -33,6 +33,11 @@ def test_the_cases_that_the_families_page_names_are_there(family: Family) -> Non
     assert every and (1 in few or family.top_k is not None)
 
 
+def test_the_readme_counts_the_families() -> None:
+    found = re.search(r"families as data\*\*: (\d+) of them", (ROOT / "README.md").read_text())
+    assert found and int(found[1]) == len(FAMILIES)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text()
