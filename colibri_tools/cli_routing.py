@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from colibri_tools.cli import (
+from colibri_tools.cli_base import (
     PATH,
     SIZE,
     ExampleGroup,
