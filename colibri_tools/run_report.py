@@ -48,7 +48,7 @@ class Plan:
         console.print(
             f"memory: {format_bytes(m.total_bytes)} planned, budget {format_bytes(m.budget_bytes)}"
         )
-        if m.available_bytes:
+        if m.available_limit:
             available = format_bytes(m.available_bytes)
             console.print(f"  of {available} available ({m.available_limit})")
         console.print(

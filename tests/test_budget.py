@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import uuid
@@ -76,11 +77,11 @@ class Tree:
         self.write(f"{folder}/memory.current", f"{usage}\n")
         self.write(f"{folder}/memory.stat", f"anon 5\ninactive_file {inactive}\n")
 
-    def available(self, **options: Any) -> tuple[int, str]:
-        call = [self.program, "available", self.root]
+    def available(self, stack_bytes: int = 0, **options: Any) -> tuple[int | None, str]:
+        call = [str(self.program), "available", str(self.root), str(stack_bytes)]
         shown = subprocess.run(call, capture_output=True, text=True, check=True, **options).stdout
         number, limit = shown.rstrip("\n").split(" ", 1)
-        return int(number), limit
+        return (None if number == "unknown" else int(number)), limit
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_free_memory_without_control_groups(tree: Tree) -> None:
 def test_nothing_known_without_proc(tmp_path: Path, memory_program: Path) -> None:
     bare = Tree(tmp_path, memory_program)
     (tmp_path / "proc/meminfo").unlink()
-    assert bare.available() == (0, "")
+    assert bare.available() == (None, "")
 
 
 NO_LIMIT_1 = 9223372036854771712
@@ -172,13 +173,16 @@ def test_resource_limits_count(tree: Tree, which: int, key: str, name: str, tmp_
         resource.setrlimit(which, (500 * MIB, resource.RLIM_INFINITY))
 
     assert tree.available(preexec_fn=limit) == (400 * MIB, name)
+    # thread stacks are a part of both; all that is left is a known nothing
+    assert tree.available(32 * MIB, preexec_fn=limit) == (368 * MIB, name)
+    assert tree.available(900 * MIB, preexec_fn=limit) == (0, name)
 
 
 # ---------------------------------------------------------------------------------------------
 # Sharing out
 
 
-def split(program: Path, *numbers: int) -> tuple[int, int, int, int, bool]:
+def split(program: Path, *numbers: int | str) -> tuple[int, int, int, int, bool]:
     call = [str(part) for part in (program, "split", *numbers)]
     words = subprocess.run(call, capture_output=True, text=True, check=True).stdout.split()
     budget, cache, reserve, minimum, fits = map(int, words)
@@ -201,7 +205,11 @@ def split(program: Path, *numbers: int) -> tuple[int, int, int, int, bool]:
         ((100, 20, 900, 399, 300, 0), (399, 300, 0, 400, False)),
         ((100, 20, 900, 1000, 5000, 0), (1000, 900, 0, 1000, True)),
         # nothing is known
-        ((100, 20, 900, 0, 0, 0), (1000, 900, 0, 120, True)),
+        ((100, 20, 900, 0, 0, "unknown"), (1000, 900, 0, 120, True)),
+        # nothing is left, which is something else
+        ((100, 20, 900, 0, 0, 0), (0, 20, 0, 120, False)),
+        ((100, 20, 900, 0, 50, 0), (0, 50, 0, 150, True)),
+        ((100, 20, 900, 120, 0, 0), (120, 20, 0, 120, True)),
         # a sixteenth is left, 64 MiB to 1 GiB
         ((MIB, 1, 9 << 40, 0, 0, 8 << 30), (7680 * MIB, 7679 * MIB, 512 * MIB, MIB + 1, True)),
         ((MIB, 1, 9 << 40, 0, 0, 64 << 30), (63 << 30, (63 << 30) - MIB, 1 << 30, MIB + 1, True)),
@@ -214,7 +222,9 @@ def split(program: Path, *numbers: int) -> tuple[int, int, int, int, bool]:
         ((200 * MIB, MIB, MIB, 0, MIB, 100 * MIB), (100 * MIB, MIB, 0, 201 * MIB, True)),
     ],
 )
-def test_split(memory_program: Path, numbers: tuple[int, ...], expected: tuple[Any, ...]) -> None:
+def test_split(
+    memory_program: Path, numbers: tuple[int | str, ...], expected: tuple[Any, ...]
+) -> None:
     assert split(memory_program, *numbers) == expected
 
 
@@ -225,7 +235,7 @@ def test_a_budget_that_fits_is_never_exceeded(memory_program: Path) -> None:
         whole = least + random.randrange(1 << 36)
         budget = random.choice([0, random.randrange(1, 1 << 37)])
         cache = random.choice([0, random.randrange(least, 2 * whole)])
-        available = random.choice([0, random.randrange(1, 1 << 37)])
+        available: int | str = random.choice([0, "unknown", random.randrange(1, 1 << 37)])
         found, got, reserve, minimum, fits = split(
             memory_program, fixed, least, whole, budget, cache, available
         )
@@ -236,7 +246,7 @@ def test_a_budget_that_fits_is_never_exceeded(memory_program: Path) -> None:
         if budget:
             assert (found, reserve) == (budget, 0)
             assert fits == (minimum <= budget)
-        elif available:
+        elif available != "unknown":
             assert found + reserve == available
 
 
@@ -306,20 +316,52 @@ def test_the_default_is_what_is_available_less_a_reserve(model: Path) -> None:
     assert 64 * MIB <= m.reserve_bytes <= 1 << 30
 
 
-@pytest.mark.parametrize("limit_mib", [700, 60, 34])
-def test_an_address_space_limit_bounds_the_default(model: Path, limit_mib: int) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (limit_mib * MIB, resource.RLIM_INFINITY))
+def run_with_address_space(model: Path, limit: int, *more: object) -> tuple[int, dict[str, Any]]:
+    """Exit code and document of colibri-run with one compute thread, under RLIMIT_AS."""
+
+    def set_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
     call = [program(), model, "--tokens", "1,2", "--max-tokens", "2", "--threads", "1", "--json"]
-    done = subprocess.run(list(map(str, call)), capture_output=True, text=True, preexec_fn=limit)
-    document = json.loads(done.stdout)
-    if done.returncode == 0:
-        assert document["memory"]["available_limit"] == "RLIMIT_AS"
-        assert document["memory"]["available_bytes"] < limit_mib * MIB
-    else:
-        assert "available (RLIMIT_AS)" in document["error"]["message"]
-    assert (done.returncode == 0) == (limit_mib > 34)
+    done = subprocess.run(
+        [*map(str, call), *map(str, more)], capture_output=True, text=True, preexec_fn=set_limit
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_an_address_space_limit_bounds_the_default(model: Path) -> None:
+    code, document = run_with_address_space(model, 700 * MIB)
+    assert (code, document["memory"]["available_limit"]) == (0, "RLIMIT_AS")
+    # what the stacks of five threads leave
+    assert 600 * MIB < document["memory"]["available_bytes"] < 660 * MIB
+
+
+def test_the_address_space_that_is_said_to_be_missing_is_enough(model: Path) -> None:
+    code, document = run_with_address_space(model, 60 * MIB)
+    found = re.search(r"(\d+) bytes .* at least, (\d+) are available", document["error"]["message"])
+    assert code == 1
+    assert found
+    needed, available = map(int, found.groups())
+    assert 0 < available < needed
+    enough = 60 * MIB + needed - available
+    assert run_with_address_space(model, enough)[0] == 0
+    assert run_with_address_space(model, enough - 4096)[0] == 1
+
+
+@pytest.mark.parametrize("limit_mib", [34, 28])
+def test_no_address_space_left_is_known_to_be_none(model: Path, limit_mib: int) -> None:
+    """The stacks alone take more: 0 is not "unknown", for which all experts would be planned."""
+    code, document = run_with_address_space(model, limit_mib * MIB)
+    assert code == 1
+    assert " at least, 0 are available (RLIMIT_AS)" in document["error"]["message"]
+    # a budget is tried all the same, as the message says, and what fails is named
+    least = document["error"]["message"].split(" bytes of memory")[0].split()[-1]
+    code, document = run_with_address_space(model, limit_mib * MIB, "--ram-budget", least)
+    assert code == 1
+    assert "cannot start 4 reading threads" in document["error"]["message"]
+    # threads that are not started take nothing
+    some = run_with_address_space(model, limit_mib * MIB, "--ram-budget", least, "--io-threads", 1)
+    assert some[0] == 0
 
 
 # ---------------------------------------------------------------------------------------------

@@ -149,8 +149,9 @@ typedef struct {
   uint64_t min_total_bytes; /* the least budget that these options allow */
   uint64_t budget_bytes;    /* as asked, or what is available less the reserve */
   uint64_t reserve_bytes;   /* of what is available, left to others; 0 when the budget was asked */
-  uint64_t available_bytes; /* what the system has to give now; 0 when unknown */
-  const char *available_limit; /* what sets that: "free memory", "control group", "RLIMIT_AS", "RLIMIT_DATA" */
+  uint64_t available_bytes; /* what the system has to give now */
+  const char
+      *available_limit; /* what sets that: "free memory", "control group", "RLIMIT_AS", "RLIMIT_DATA"; "": unknown */
 } colibri_memory;
 
 /* Reads metadata only. Fails as colibri_open would for what is visible there. */

@@ -74,7 +74,7 @@ static bool advise_drive(const colibri_memory *m, const colibri_drive *d, colibr
 
 static bool advise_available(const colibri_memory *m, const colibri_drive *d, colibri_advice *a) {
   (void)d;
-  if (m->available_bytes == 0 || m->total_bytes <= m->available_bytes) return false;
+  if (m->available_limit[0] == '\0' || m->total_bytes <= m->available_bytes) return false;
   snprintf(a->text, sizeof a->text,
            "%s of memory are planned, but only %s are available (%s): pages may be swapped, or the process ended",
            show(m->total_bytes).text, show(m->available_bytes).text, m->available_limit);

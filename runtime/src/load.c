@@ -1,6 +1,5 @@
 // Opening a container for execution: sizes first, then memory, then the resident tensors.
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 
 #include "crc32c.h"
@@ -290,21 +289,25 @@ static uint64_t other_bytes(const clb_engine *e, uint64_t n_blocks, uint64_t log
          larger(logits_rows, 1) * e->graph.vocab * sizeof(float);
 }
 
-// Address space that thread stacks will take of a resource limit, though hardly of memory.
+// Address space of the stacks of computing and reading threads, which hardly take memory.
 static uint64_t stack_bytes(const clb_engine *e) {
   pthread_attr_t attributes;
   size_t n_bytes = 0;
   if (pthread_attr_init(&attributes) != 0) return 0;
   (void)pthread_attr_getstacksize(&attributes, &n_bytes);
   pthread_attr_destroy(&attributes);
-  return (e->n_threads + larger(e->io_threads, 2)) * (uint64_t)n_bytes;
+  const uint64_t n_reading = e->io_threads ? e->io_threads : CLB_STORE_DEFAULT_IO_THREADS;
+  return (e->n_threads + n_reading) * (uint64_t)n_bytes;
+}
+
+static bool is_available_known(const colibri_memory *m) {
+  return m->available_limit[0] != '\0';
 }
 
 static void find_available(const clb_engine *e, colibri_memory *m) {
-  const clb_available available = clb_available_memory("");
-  m->available_bytes = available.bytes;
+  const clb_available available = clb_available_memory("", stack_bytes(e));
   m->available_limit = available.limit;
-  if (strncmp(available.limit, "RLIMIT", 6) == 0) m->available_bytes -= smaller(available.bytes, stack_bytes(e));
+  m->available_bytes = is_available_known(m) ? available.bytes : 0;
 }
 
 static colibri_status refuse_budget(const clb_engine *e, const colibri_options *o, const colibri_memory *m) {
@@ -341,7 +344,7 @@ static colibri_status plan_cache(clb_engine *e, const colibri_options *o, const 
       .all_experts = sizes->all_bytes,
       .budget = o->ram_budget_bytes,
       .cache = o->expert_cache_bytes,
-      .available = m->available_bytes};
+      .available = is_available_known(m) ? m->available_bytes : CLB_UNKNOWN_BYTES};
   const clb_budget budget = clb_split_budget(&request);
   m->cache_bytes = e->cache_bytes = budget.cache;
   e->cache_blocks =

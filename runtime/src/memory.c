@@ -175,24 +175,25 @@ static void limit_by(clb_available *a, uint64_t bytes, const char *limit) {
   if (bytes < a->bytes) *a = (clb_available){bytes, limit};
 }
 
-static void limit_by_resource(clb_available *a, const char *root, bool data) {
+static void limit_by_resource(clb_available *a, const char *root, bool data, uint64_t stack_bytes) {
   struct rlimit limit;
   uint64_t used_kib = 0;
   if (getrlimit(data ? RLIMIT_DATA : RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return;
   (void)read_field(root, "proc/self/status", data ? "VmData:" : "VmSize:", &used_kib);
-  limit_by(a, limit.rlim_cur - smaller(limit.rlim_cur, used_kib * 1024), data ? "RLIMIT_DATA" : "RLIMIT_AS");
+  const uint64_t used = used_kib * 1024 + stack_bytes;
+  limit_by(a, limit.rlim_cur - smaller(limit.rlim_cur, used), data ? "RLIMIT_DATA" : "RLIMIT_AS");
 }
 
-clb_available clb_available_memory(const char *root) {
-  clb_available a = {UINT64_MAX, ""};
+clb_available clb_available_memory(const char *root, uint64_t stack_bytes) {
+  clb_available a = {CLB_UNKNOWN_BYTES, ""};
   uint64_t kib;
   if (read_field(root, "proc/meminfo", "MemAvailable:", &kib)) limit_by(&a, kib * 1024, "free memory");
   for (size_t i = 0; i < sizeof kVersions / sizeof *kVersions; i++) {
     limit_by(&a, tree_left(root, &kVersions[i]), "control group");
   }
-  limit_by_resource(&a, root, false);
-  limit_by_resource(&a, root, true);
-  return a.bytes == UINT64_MAX ? (clb_available){0, ""} : a;
+  limit_by_resource(&a, root, false, stack_bytes);
+  limit_by_resource(&a, root, true, stack_bytes);
+  return a;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ clb_budget clb_split_budget(const clb_budget_request *r) {
   if (r->budget) {
     b.budget = r->budget;
     b.fits = b.budget >= b.minimum;
-  } else if (r->available) {
+  } else if (r->available != CLB_UNKNOWN_BYTES) {
     const uint64_t reserve = smaller(reserve_of(r->available), r->available);
     b.budget = larger(r->available - reserve, smaller(b.minimum, r->available));
     b.reserve = r->available - b.budget;

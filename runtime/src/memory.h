@@ -5,21 +5,24 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#define CLB_UNKNOWN_BYTES UINT64_MAX
+
 typedef struct {
-  uint64_t bytes;     // 0: unknown
+  uint64_t bytes;     // CLB_UNKNOWN_BYTES: unknown, which 0 is not
   const char *limit;  // what sets it: "free memory", "control group", "RLIMIT_AS", "RLIMIT_DATA"; "" when unknown
 } clb_available;
 
 /* The least of: the system's MemAvailable; what each control group from this process's own up to the topmost visible
- * one has left below its limit, inactive file pages counted as free; what RLIMIT_AS and RLIMIT_DATA leave.
- * /proc and the control groups are looked for under `root`: "" but in tests. */
-clb_available clb_available_memory(const char *root);
+ * one has left below its limit, inactive file pages counted as free; what RLIMIT_AS and RLIMIT_DATA leave, less
+ * `stack_bytes` of threads to come, which those two count whole. /proc and the control groups are looked for under
+ * `root`: "" but in tests. */
+clb_available clb_available_memory(const char *root, uint64_t stack_bytes);
 
 typedef struct {
   uint64_t fixed;                   // everything but the expert cache
   uint64_t min_cache, all_experts;  // the least and the most that the cache can be
   uint64_t budget, cache;           // as asked; 0: not asked
-  uint64_t available;               // 0: unknown
+  uint64_t available;               // or CLB_UNKNOWN_BYTES
 } clb_budget_request;
 
 typedef struct {

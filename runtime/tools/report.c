@@ -33,7 +33,7 @@ static double mib(uint64_t n_bytes) {
 
 void print_memory(const colibri_memory *m) {
   fprintf(stderr, "memory: %.1f MiB planned, budget %.1f MiB", mib(m->total_bytes), mib(m->budget_bytes));
-  if (m->available_bytes) {
+  if (m->available_limit[0]) {
     fprintf(stderr, "\n  of %.1f MiB available (%s)", mib(m->available_bytes), m->available_limit);
   }
   fprintf(stderr, "\n  experts %.1f of %.1f MiB, resident %.1f, KV %.1f,\n", mib(m->cache_bytes),
