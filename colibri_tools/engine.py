@@ -175,6 +175,13 @@ class Stats:
     io_backend: str
     io_direct: bool
     io_reason: str
+    prefetch_guessed: int
+    prefetch_right: int
+    prefetch_chosen: int
+    prefetch_reads: int
+    prefetch_useful_bytes: int
+    prefetch_wasted_bytes: int
+    prefetch_paused: int
     mirror_bytes: int
     mirror_failures: int
 
@@ -182,6 +189,17 @@ class Stats:
     def hit_rate(self) -> float | None:
         """Share of requested experts that were in the cache; None before any request."""
         return self.expert_hits / self.expert_requests if self.expert_requests else None
+
+    @property
+    def prefetch_recall(self) -> float | None:
+        """Share of chosen experts that a guess had named; None where nothing was guessed."""
+        return self.prefetch_right / self.prefetch_chosen if self.prefetch_chosen else None
+
+    def prefetch(self) -> dict[str, Any] | None:
+        """The `prefetch` object of `colibri run --profile --json`; None without a guess."""
+        names = ("guessed", "right", "chosen", "reads", "useful_bytes", "wasted_bytes", "paused")
+        counts = {name: getattr(self, f"prefetch_{name}") for name in names}
+        return {"recall": self.prefetch_recall, **counts} if self.prefetch_guessed else None
 
     def io(self) -> dict[str, Any]:
         """The `io` object of `colibri run --json`."""

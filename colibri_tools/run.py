@@ -120,7 +120,7 @@ class RunResult:
         """Print the measurements; the text itself was streamed while it was made."""
         rate = f" ({self.tokens_per_second:.1f} tokens/s)" if self.generated_tokens > 1 else ""
         console.print(
-            f"prompt: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s; "
+            f"prompt: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s\n"
             f"generated: {self.generated_tokens} tokens in {self.decode_seconds:.2f} s{rate}, "
             f"stopped: {self.stop_reason}",
             soft_wrap=True,
@@ -129,8 +129,8 @@ class RunResult:
         console.print(
             f"experts: cache {format_bytes(self.memory.cache_bytes)} of "
             f"{format_bytes(self.memory.all_experts_bytes)}, "
-            f"{'nothing asked' if hit_rate is None else f'{hit_rate:.1%} found in it'}; "
-            f"{io['backend']} {'direct' if io['direct'] else 'buffered'}, {io['reads']} reads, "
+            f"{'nothing asked' if hit_rate is None else f'{hit_rate:.1%} found in it'};\n"
+            f"  {io['backend']} {'direct' if io['direct'] else 'buffered'}, {io['reads']} reads, "
             f"{format_bytes(io['bytes_read'])}, waited {io['wait_seconds']:.2f} s",
             soft_wrap=True,
         )

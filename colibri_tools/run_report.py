@@ -167,6 +167,7 @@ class Profile:
         return {
             **parts(self.total),
             "token_seconds": self._percentiles(),
+            "prefetch": self.total.prefetch(),
             "drive": asdict(self.drive) if self.drive else None,
             "phases": {
                 "prefill": self.prefill.to_json(self.drive),
@@ -188,6 +189,7 @@ class Profile:
         self._render_layers(console)
         for name, phase in (("prefill", self.prefill), ("decode", self.decode)):
             self._render_reading(console, name, phase)
+        self._render_prefetch(console)
         if self.drive:
             d = self.drive
             console.print(
@@ -232,6 +234,18 @@ class Profile:
                 f"{per_token * layer.experts_seconds:8.3f} "
                 f"{per_token * layer.io_wait_seconds:8.3f} {hits}"
             )
+
+    def _render_prefetch(self, console: Console) -> None:
+        s = self.total
+        if not s.prefetch_guessed:
+            return
+        used, wasted = map(format_bytes, (s.prefetch_useful_bytes, s.prefetch_wasted_bytes))
+        console.print(
+            f"prefetch: {s.prefetch_recall or 0:.1%} of chosen experts were guessed,\n"
+            f"  {used} read ahead were used, {wasted} were not"
+        )
+        if s.prefetch_paused:
+            console.print(f"  {s.prefetch_paused} guesses not followed, as that lost time")
 
     def _render_reading(self, console: Console, name: str, phase: Phase) -> None:
         s, speed, share = phase.stats, phase.bytes_per_second, phase.drive_share(self.drive)

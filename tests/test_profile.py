@@ -162,6 +162,26 @@ def test_a_probe_reads_as_many_at_once_as_asked(model: Path, tmp_path: Path) -> 
         probe_drive(cut)
 
 
+def test_prefetch_is_told_with_what_it_guessed_and_what_it_brought(model: Path) -> None:
+    call = [model, "--tokens=1,2", "--max-tokens=20", "--expert-cache=4M", "--profile", "--json"]
+    options = {"max_tokens": 20, "expert_cache": 4 << 20, "profile": True, "ignore_eos": True}
+    for depth in (0, 1, 2):
+        flags = [f"--prefetch-depth={depth}", "--ignore-eos"]
+        program_ = json.loads(colibri_run(*call, *flags).stdout)
+        python = run(model, tokens=[1, 2], prefetch_depth=depth, **options).to_json()
+        assert shape(program_["profile"]) == shape(python["profile"])
+        for document in (program_, python):
+            found = document["profile"]["prefetch"]
+            if depth == 0:
+                assert found is None
+                continue
+            # of the two MoE layers that have one before them, at 20 tokens and the prompt's first
+            assert 0 < found["right"] <= found["chosen"] <= 3 * 2 * 21
+            assert found["recall"] == pytest.approx(found["right"] / found["chosen"], abs=1e-6)
+            assert found["useful_bytes"] + found["wasted_bytes"] <= document["io"]["bytes_read"]
+            assert found["reads"] <= document["io"]["reads"]
+
+
 def test_without_profile_there_is_none(model: Path) -> None:
     document = json.loads(colibri_run(model, "--tokens=1", "--max-tokens=1", "--json").stdout)
     assert "profile" not in document
@@ -191,12 +211,16 @@ def rendered(result: RunResult, width: int = 60) -> str:
 
 
 def test_tables_fit_a_narrow_terminal(model: Path) -> None:
-    call = [model, "--tokens=1,2,3", "--max-tokens=5", "--profile"]
+    call = [model, "--tokens=1,2,3", "--max-tokens=5", "--expert-cache=2M", "--profile"]
+    call.append("--prefetch-depth=1")
     lines = colibri_run(*call).stderr.splitlines()
-    tables = [line for line in lines if not re.match(r"prompt:|experts:|note:|warning:", line)]
-    python = rendered(run(model, tokens=[1, 2, 3], max_tokens=5, profile=True)).splitlines()
+    tables = [line for line in lines if not re.match(r"(note|warning): |generated: ", line)]
+    options = {"expert_cache": 2 << 20, "profile": True, "prefetch_depth": 1}
+    result = run(model, tokens=[1, 2, 3], max_tokens=5, **options)
+    python = rendered(result).splitlines()
     for found in (tables, python):
         assert max(map(len, found)) <= 60
+        assert any(re.match(r"prefetch: +\d+\.\d ?% of chosen", line) for line in found)
         assert any(re.match(r" +all +[\d.]+ s 100.0 % +[\d.]+ s 100.0 %$", line) for line in found)
         assert (
             sum(bool(re.match(r" +[0-3]( +\d+\.\d{3}){4} +(-|\d+\.\d %)$", line)) for line in found)
@@ -204,6 +228,20 @@ def test_tables_fit_a_narrow_terminal(model: Path) -> None:
         )
         assert any(line.startswith("ms per token: P50 ") for line in found)
         assert any(line.startswith("drive: ") for line in found)
+
+
+def test_measurements_fit_an_80_column_terminal(model: Path) -> None:
+    call = [model, "--tokens=1,2,3", "--max-tokens=5", "--expert-cache=2M"]
+    console = Console(file=io.StringIO(), width=80)
+    run(model, tokens=[1, 2, 3], max_tokens=5, expert_cache=2 << 20).render(console)
+    python: str = console.file.getvalue()  # type: ignore[attr-defined]
+    for shown in (colibri_run(*call).stderr, python):
+        lines = [line for line in shown.splitlines() if not re.match("note: |warning: ", line)]
+        assert max(map(len, lines)) <= 80
+        assert [line.split(":")[0] for line in lines if line.startswith(("pro", "gen"))] == [
+            "prompt",
+            "generated",
+        ]
 
 
 def test_layer_counters_are_reset_with_the_others(model: Path) -> None:

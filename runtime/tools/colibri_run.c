@@ -627,12 +627,13 @@ static void print_json(const settings *s, outcome *o) {
 
 static void print_report(const settings *s, outcome *o) {
   const colibri_metrics *m = &o->profile.total;
-  fprintf(stderr, "prompt: %zu tokens in %.2f s; generated: %zu tokens in %.2f s (%.1f tokens/s), stopped: %s\n",
+  fprintf(stderr, "prompt: %zu tokens in %.2f s\ngenerated: %zu tokens in %.2f s (%.1f tokens/s), stopped: %s\n",
           o->n_prompt, o->prefill_seconds, o->n_generated, o->decode_seconds, tokens_per_second(o), o->stop_reason);
   colibri_memory memory;
   colibri_get_memory(g_model, &memory);
   fprintf(stderr,
-          "experts: cache %.1f of %.1f MiB, %.1f %% found in it; %s %s, %" PRIu64 " reads, %.1f MiB, waited %.2f s\n",
+          "experts: cache %.1f of %.1f MiB, %.1f %% found in it;\n  %s %s, %" PRIu64
+          " reads, %.1f MiB, waited %.2f s\n",
           (double)memory.cache_bytes / 0x1p20, (double)memory.all_experts_bytes / 0x1p20,
           m->expert_requests ? 100 * (double)m->expert_hits / (double)m->expert_requests : 0.0, m->io_backend,
           m->io_direct ? "direct" : "buffered", m->reads, (double)m->bytes_read / 0x1p20, m->io_wait_seconds);

@@ -211,6 +211,22 @@ static void print_drive_json(const run_profile *p) {
          d->direct ? "true" : "false");
 }
 
+static void print_prefetch_json(const colibri_metrics *m) {
+  if (m->prefetch_guessed == 0) {
+    printf("null");
+    return;
+  }
+  if (m->prefetch_chosen > 0) {
+    printf("{\"recall\": %.6f", share((double)m->prefetch_right, (double)m->prefetch_chosen));
+  } else {
+    printf("{\"recall\": null");
+  }
+  printf(", \"guessed\": %" PRIu64 ", \"right\": %" PRIu64 ", \"chosen\": %" PRIu64 ", \"reads\": %" PRIu64,
+         m->prefetch_guessed, m->prefetch_right, m->prefetch_chosen, m->prefetch_reads);
+  printf(", \"useful_bytes\": %" PRIu64 ", \"wasted_bytes\": %" PRIu64 ", \"paused\": %" PRIu64 "}",
+         m->prefetch_useful_bytes, m->prefetch_wasted_bytes, m->prefetch_paused);
+}
+
 void print_profile_json(run_profile *p) {
   const phase total = phase_of(&p->total), prefill = phase_of(&p->prefill),
               decode = phase_between(&p->prefill, &p->total);
@@ -218,6 +234,8 @@ void print_profile_json(run_profile *p) {
   print_parts_json(&total);
   printf(",\n    \"token_seconds\": ");
   print_token_seconds_json(p);
+  printf(",\n    \"prefetch\": ");
+  print_prefetch_json(&p->total);
   printf(",\n    \"drive\": ");
   print_drive_json(p);
   printf(",\n    \"phases\": {");
@@ -264,6 +282,16 @@ static void print_reading(const char *name, const run_profile *p, const phase *q
   fprintf(stderr, "\n");
 }
 
+static void print_prefetch(const colibri_metrics *m) {
+  if (m->prefetch_guessed == 0) return;
+  fprintf(stderr, "prefetch: %.1f %% of chosen experts were guessed,\n  %.1f MiB read ahead were used, %.1f were not\n",
+          100 * share((double)m->prefetch_right, (double)m->prefetch_chosen), mib(m->prefetch_useful_bytes),
+          mib(m->prefetch_wasted_bytes));
+  if (m->prefetch_paused > 0) {
+    fprintf(stderr, "  %" PRIu64 " guesses not followed, as that lost time\n", m->prefetch_paused);
+  }
+}
+
 void print_profile(run_profile *p) {
   const phase a = phase_of(&p->prefill), b = phase_between(&p->prefill, &p->total);
   fprintf(stderr, "  %-10s  prefill, %5" PRIu64 " tokens   decode, %6" PRIu64 " tokens\n", "", a.tokens, b.tokens);
@@ -276,6 +304,7 @@ void print_profile(run_profile *p) {
   print_layers(p);
   print_reading("prefill", p, &a);
   print_reading("decode", p, &b);
+  print_prefetch(&p->total);
   if (p->has_drive) {
     const colibri_drive *d = &p->drive;
     fprintf(stderr,
