@@ -535,6 +535,55 @@ def test_warnings_come_once_and_in_the_document(model: Path) -> None:
     assert "fit into the cache" in whole["notes"][0]
 
 
+SLOW_READS = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/uio.h>
+#include <unistd.h>
+static void delay(size_t n) { if (n >= 100000) usleep(200000); }
+ssize_t pread(int fd, void *p, size_t n, off_t at) {
+  ssize_t (*real)(int, void *, size_t, off_t) = dlsym(RTLD_NEXT, "pread");
+  delay(n);
+  return real(fd, p, n, at);
+}
+ssize_t preadv(int fd, const struct iovec *v, int n, off_t at) {
+  ssize_t (*real)(int, const struct iovec *, int, off_t) = dlsym(RTLD_NEXT, "preadv");
+  delay(v->iov_len);
+  return real(fd, v, n, at);
+}
+"""
+
+
+def test_a_slow_drive_is_measured_and_warned_of(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads of 0.2 s, four at once: 20 MB/s, where a token misses 40 MB."""
+    source, shim = tmp_path / "slow.c", tmp_path / "slow.so"
+    source.write_text(SLOW_READS)
+    compile_c([source], ["-shared", "-fPIC", "-ldl"], shim)
+    call = [program(), large, "--tokens", "1", "--max-tokens", "0", "--ram-budget", "60M"]
+    call = [*map(str, call), "--json"]
+    env = {**os.environ, "LD_PRELOAD": str(shim)}
+    shown = subprocess.run(call, env=env, capture_output=True, text=True, timeout=60)
+    monkeypatch.setattr("colibri_tools.run.probe_drive", lambda path, io_threads: drive(20))
+    python = run(large, tokens=[1], max_tokens=0, ram_budget=60 * MIB).to_json()
+    for document in (json.loads(shown.stdout), python):
+        words = r"the drive is slow for this model: it gives (\d+) MB/s, and a token misses about"
+        found = [re.match(words, text) for text in document["warnings"]]
+        speeds = [int(match[1]) for match in found if match]
+        assert len(speeds) == 1
+        assert 5 <= speeds[0] <= 20
+
+
+def test_a_model_that_uses_all_experts_is_warned_of(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model.colibri", top_k=12)
+    call = [model, "--tokens", "1,2", "--max-tokens", 1, "--expert-cache", "200K"]
+    shown = colibri_run(*call).stderr
+    words = r"warning: each token uses 100 % of all experts \(1\.1 MiB of 1\.1 MiB\)"
+    assert len(re.findall(words, shown)) == 1
+    assert "warning: each token" not in colibri_run(*call[:-2]).stderr  # all fit
+
+
 def test_an_open_model_took_what_was_planned(model: Path) -> None:
     with Engine(model, ctx=64, ram_budget=64 * MIB) as engine:
         planned = estimate(model, ctx=64, ram_budget=64 * MIB)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_models import EXPERTS, make_model
+from test_colibri_run import program
 
 import colibri_tools
 from colibri_tools.native import ffi, lib
@@ -45,6 +50,39 @@ def run(path: Path, batch: int = 1, **settings: int) -> tuple[np.ndarray, Any]:
         return logits, metrics
     finally:
         lib.colibri_close(handle[0])
+
+
+def forbid_io_uring() -> None:
+    """A seccomp filter as containers have it: io_uring_setup is EPERM."""
+    LOAD, EQUAL, RETURN, ALLOW, ERRNO = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+    program = struct.pack("=HBBI", LOAD, 0, 0, 0)  # the number of the call
+    program += struct.pack("=HBBI", EQUAL, 0, 1, 425)  # the same on every architecture
+    program += struct.pack("=HBBI", RETURN, 0, 0, ERRNO | errno.EPERM)
+    program += struct.pack("=HBBI", RETURN, 0, 0, ALLOW)
+    code = ctypes.create_string_buffer(program)
+    filter_ = ctypes.create_string_buffer(struct.pack("@HP", 4, ctypes.addressof(code)))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    no_new_privileges, set_seccomp, by_filter = 38, 22, 2
+    address = ctypes.c_void_p(ctypes.addressof(filter_))
+    if prctl(no_new_privileges, 1, 0, 0, 0) or prctl(set_seccomp, by_filter, address):
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def test_blocked_io_uring_is_pread_and_one_line(model: Path) -> None:
+    options = ["--tokens=1,2", "--max-tokens=6", "--io=io_uring"]
+    python = "from colibri_tools.cli import main; main()"
+    words = (
+        r"warning: io_uring: io_uring_setup failed: Operation not permitted .*, so pread is used\n"
+    )
+    for call in ([program()], [sys.executable, "-c", python, "run"]):
+        whole = [*call, str(model), *options]
+        free = subprocess.run(whole, capture_output=True, text=True)
+        blocked = subprocess.run(whole, capture_output=True, text=True, preexec_fn=forbid_io_uring)
+        assert blocked.returncode == free.returncode == 0, blocked.stderr
+        assert blocked.stdout == free.stdout
+        assert len(re.findall(words, blocked.stderr)) == 1, blocked.stderr
+        assert "io_uring direct" in free.stderr or "io_uring buffered" in free.stderr
+        assert "pread direct" in blocked.stderr or "pread buffered" in blocked.stderr
 
 
 def cache_bytes(path: Path, n_blocks: int) -> int:
