@@ -3,7 +3,8 @@
 # make oracle  recompute the oracles with torch and transformers
 # make lint    ruff, mypy, clang-format, C warnings as errors
 # make fuzz    libFuzzer on the C reader, then the Python readers, SECONDS=60 each (needs clang)
-# make sanitize  the C tests under AddressSanitizer and UndefinedBehaviorSanitizer, with FLIPS=4000 damaged containers
+# make sanitize  the C tests and the whole engine under AddressSanitizer and UndefinedBehaviorSanitizer, then ThreadSanitizer,
+#                with FLIPS=4000 damaged containers and COMBINATIONS=60 of settings
 # make valgrind  the same programs under valgrind
 # make static  build/static/colibri-run, which needs no file beside it; CC=musl-gcc links it with musl
 # make wheel   build the wheel, install it into an empty environment and use it there
@@ -74,7 +75,8 @@ format: $(VENV)/.lint
 C_TESTS = tests/test_creader.py tests/test_blocks.py tests/test_fast_kernels.py tests/test_rot.py
 
 sanitize: $(VENV)/.test
-	COLIBRI_TEST_FLIPS=$(or $(FLIPS),4000) $(BIN)/python -m pytest -q --timeout 3600 $(C_TESTS) $(PYTEST_ARGS)
+	COLIBRI_TEST_FLIPS=$(or $(FLIPS),4000) COLIBRI_TEST_COMBINATIONS=$(or $(COMBINATIONS),60) \
+	  $(BIN)/python -m pytest -q --timeout 3600 $(C_TESTS) tests/test_sanitized_engine.py $(PYTEST_ARGS)
 
 valgrind: $(VENV)/.test
 	@command -v valgrind >/dev/null || { echo "valgrind is not installed" >&2; exit 1; }

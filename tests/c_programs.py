@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +24,7 @@ STORE = [
     *sorted(RUNTIME.glob("store*.c")),
     *sorted(RUNTIME.glob("io_*.c")),
 ]
+RUN_TOOLS = sorted((ROOT / "runtime" / "tools").glob("*.c"))
 LIBRARY = [*sorted(CSRC.glob("*.c")), *sorted(RUNTIME.glob("*.c"))]
 VALGRIND = ["valgrind", "-q", "--error-exitcode=99", "--leak-check=full"]
 VALGRIND += ["--show-leak-kinds=all", "--errors-for-leak-kinds=all"]
@@ -56,6 +58,20 @@ def compile_objects(sources: list[Path], flags: list[str], folder: Path) -> list
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(compile_one, sources))
+
+
+@dataclass(frozen=True)
+class Library:
+    """All of libcolibri as objects, and the flags that programs with it need."""
+
+    objects: list[Path]
+    flags: list[str]
+
+
+def compile_library(flags: list[str], folder: Path) -> Library:
+    """Build libcolibri with sanitizers, or without where they do not run."""
+    flags = sanitizer(flags, folder)
+    return Library(compile_objects(LIBRARY, flags, folder), flags)
 
 
 class Program:

@@ -10,6 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from c_programs import Library
     from tiny_containers import Containers
 
 
@@ -19,6 +20,22 @@ def containers(tmp_path_factory: pytest.TempPathFactory) -> Containers:
     from tiny_containers import Containers  # late: most tests need no C extension
 
     return Containers(tmp_path_factory.mktemp("containers"))
+
+
+@pytest.fixture(scope="session")
+def asan_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """libcolibri with AddressSanitizer and UndefinedBehaviorSanitizer."""
+    from c_programs import ASAN, compile_library
+
+    return compile_library(ASAN, tmp_path_factory.mktemp("asan"))
+
+
+@pytest.fixture(scope="session")
+def tsan_library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    """libcolibri with ThreadSanitizer."""
+    from c_programs import TSAN, compile_library
+
+    return compile_library(TSAN, tmp_path_factory.mktemp("tsan"))
 
 
 @pytest.fixture(autouse=True)

@@ -16,16 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny_models as tm
-from c_programs import (
-    ASAN,
-    LIBRARY,
-    ROOT,
-    TEST_C,
-    Program,
-    compile_objects,
-    sanitizer,
-    under_valgrind,
-)
+from c_programs import LIBRARY, ROOT, RUN_TOOLS, TEST_C, Library, Program, under_valgrind
 from engine_models import EXPERTS, make_model
 from gguf import GGMLQuantizationType
 from tiny_containers import Containers
@@ -45,27 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def flags(folder: Path) -> list[str]:
-    return sanitizer(ASAN, folder)
+def rot(folder: Path, asan_library: Library) -> Program:
+    """tests/c/test_rot.c with all of libcolibri, built with sanitizers."""
+    sources = [TEST_C / "test_rot.c", *asan_library.objects]
+    return Program(folder / "test_rot", sources, asan_library.flags)
 
 
 @pytest.fixture(scope="module")
-def library(folder: Path, flags: list[str]) -> list[Path]:
-    """All of libcolibri as objects, with sanitizers."""
-    return compile_objects(LIBRARY, flags, folder)
-
-
-@pytest.fixture(scope="module")
-def rot(folder: Path, library: list[Path], flags: list[str]) -> Program:
-    """tests/c/test_rot.c, likewise."""
-    return Program(folder / "test_rot", [TEST_C / "test_rot.c", *library], flags)
-
-
-@pytest.fixture(scope="module")
-def program(folder: Path, library: list[Path], flags: list[str]) -> Program:
+def program(folder: Path, asan_library: Library) -> Program:
     """colibri-run, likewise."""
-    tools = sorted((ROOT / "runtime" / "tools").glob("*.c"))
-    return Program(folder / "colibri-run", [*tools, *library], flags)
+    return Program(folder / "colibri-run", [*RUN_TOOLS, *asan_library.objects], asan_library.flags)
 
 
 @pytest.fixture
