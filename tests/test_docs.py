@@ -38,6 +38,25 @@ def test_the_readme_counts_the_families() -> None:
     assert found and int(found[1]) == len(FAMILIES)
 
 
+HEADERS = ["runtime/include/colibri.h", "runtime/include/colibri_tokenizer.h"]
+HEADERS += ["runtime/src/store.h", "csrc/container.h"]
+
+
+def test_the_guide_of_the_runtime_names_every_function_and_no_other() -> None:
+    page = (ROOT / "docs" / "runtime.md").read_text()
+    declared: set[str] = set()
+    words: set[str] = set()
+    for header in HEADERS:
+        text = (ROOT / header).read_text()
+        words |= set(re.findall(r"\b(?:colibri|clb)_\w+", text))
+        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
+        declared |= set(re.findall(r"\b((?:colibri|clb)_\w+)\(", text))
+    assert len(declared) > 70
+    named = set(re.findall(r"\b(?:colibri|clb)_\w+", page))
+    assert declared - named == set()
+    assert named - words == set()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text()

@@ -239,7 +239,9 @@ COLIBRI_API colibri_status colibri_check_input(colibri_model *model, const uint3
 COLIBRI_API colibri_status colibri_eval(colibri_model *model, const uint32_t *tokens, size_t n_tokens, float *logits,
                                         size_t n_logits);
 
-/* colibri_eval in a thread of the model. `logits` must stay; tokens are copied. */
+/* colibri_eval in a thread of the model. `logits` must stay; tokens are copied. Until it is over, what evaluates,
+ * rewinds or observes gives COLIBRI_BUSY; error text, positions and metrics are its own meanwhile, and are read
+ * afterwards. */
 COLIBRI_API colibri_status colibri_eval_start(colibri_model *model, const uint32_t *tokens, size_t n_tokens,
                                               float *logits, size_t n_logits);
 
