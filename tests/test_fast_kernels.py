@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -471,6 +472,12 @@ def test_sets_agree_bit_for_bit_and_read_nothing_else(tmp_path: Path, compiler: 
 def test_benchmark_builds(tmp_path: Path) -> None:
     bench = [ROOT / "tests/bench/bench_fast.c", *SOURCES]
     compile_c("cc", [*WARNINGS, "-O1"], bench, tmp_path / "bench")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it is of AVX2 kernels")
+def test_benchmark_of_interleaved_rows_compiles(tmp_path: Path) -> None:
+    bench = ROOT / "tests/bench/bench_interleave.c"
+    compile_c("cc", [*WARNINGS, "-O1", "-c"], [bench], tmp_path / "bench.o")
 
 
 @pytest.fixture(scope="module")
