@@ -7,13 +7,13 @@
 
 #include "fast_internal.h"
 
-const clb_fast_type clb_fast_types[CLB_N_FAST_TYPES] = {
-    {CLB_Q4_0, CLB_FORM_PLAIN, 8 * 18},  {CLB_Q4_1, CLB_FORM_MIN, 8 * 20},     {CLB_Q5_0, CLB_FORM_PLAIN, 8 * 22},
-    {CLB_Q5_1, CLB_FORM_MIN, 8 * 24},    {CLB_Q8_0, CLB_FORM_PLAIN, 8 * 34},   {CLB_Q2_K, CLB_FORM_SUB_MIN, 84},
-    {CLB_Q3_K, CLB_FORM_SUB, 110},       {CLB_Q4_K, CLB_FORM_MIN, 144},        {CLB_Q5_K, CLB_FORM_MIN, 176},
-    {CLB_Q6_K, CLB_FORM_SUB, 210},       {CLB_IQ4_NL, CLB_FORM_PLAIN, 8 * 18}, {CLB_IQ4_XS, CLB_FORM_PLAIN, 136},
-    {CLB_MXFP4, CLB_FORM_PLAIN, 8 * 17},
-};
+#define ROW(name, ...) {__VA_ARGS__},
+const clb_fast_type clb_fast_types[CLB_N_FAST_TYPES] = {CLB_FAST_TYPES(ROW)};
+
+#define CHECK(name, id, form, kind, group_bytes)                                                               \
+  _Static_assert((kind) == CLB_FAST_X_Q8 || ((kind) == CLB_FAST_X_Q16 && (form) != CLB_FORM_SUB_MIN), "kind"); \
+  _Static_assert((group_bytes) <= CLB_FAST_MAX_BYTES, "padded groups");
+CLB_FAST_TYPES(CHECK)
 
 static const clb_fast_type *fast_type(uint32_t id) {
   for (size_t i = 0; i < CLB_N_FAST_TYPES; i++) {
@@ -23,15 +23,22 @@ static const clb_fast_type *fast_type(uint32_t id) {
 }
 
 clb_fast_x_kind clb_fast_kind(uint32_t type) {
-  return fast_type(type) ? CLB_FAST_X_Q8 : CLB_FAST_X_NONE;
+  const clb_fast_type *t = fast_type(type);
+  return t ? t->kind : CLB_FAST_X_NONE;
 }
 
 static size_t group_count(size_t n_cols) {
   return n_cols / CLB_FAST_GROUP + (n_cols % CLB_FAST_GROUP != 0);
 }
 
+// Bytes of a group of activations.
+static size_t x_group_bytes(clb_fast_x_kind kind) {
+  static const size_t bytes[CLB_FAST_X_KINDS] = {0, sizeof(clb_fast_x8), sizeof(clb_fast_x16)};
+  return bytes[kind];
+}
+
 size_t clb_fast_x_bytes(clb_fast_x_kind kind, size_t n_cols) {
-  return kind == CLB_FAST_X_NONE ? 0 : group_count(n_cols) * sizeof(clb_fast_x);
+  return group_count(n_cols) * x_group_bytes(kind);
 }
 
 const uint8_t *clb_fast_padded(const clb_fast_product *p, const clb_fast_type *t, size_t row, size_t g,
@@ -85,30 +92,51 @@ static uint32_t largest_bits(const float *x) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Quantizing activations
 
-static void quantize_block(clb_fast_x *dst, int b, const float *x) {
-  uint32_t largest = largest_bits(x);
-  int8_t *q = dst->q + 32 * b;
-  float inverse = 0, d = 0;
-  if (largest >= CLB_INF_BITS) {
-    d = NAN;
-  } else if (largest >= CLB_FAST_TINY_BITS) {
-    d = float_of(largest) / 127;
-    inverse = 127 / float_of(largest);
-  }
+static int code_of(clb_fast_step step, float x) {
+  return step.inverse > 0 ? (int)lrintf(x * step.inverse) : 0;
+}
+
+static void quantize_block_8(clb_fast_x8 *dst, int b, const float *x) {
+  clb_fast_step step = clb_fast_step_of(largest_bits(x), CLB_FAST_MAX_8);
   int sums[2] = {0, 0};
   for (int i = 0; i < 32; i++) {
-    q[i] = inverse > 0 ? (int8_t)lrintf(x[i] * inverse) : 0;
-    sums[i / 16] += q[i];
+    int code = code_of(step, x[i]);
+    dst->q[32 * b + i] = (int8_t)code;
+    sums[i / 16] += code;
   }
   dst->half[2 * b] = (int16_t)sums[0];
   dst->half[2 * b + 1] = (int16_t)sums[1];
   dst->sum[b] = sums[0] + sums[1];
-  dst->d[b] = d;
-  dst->s[b] = d * (float)dst->sum[b];
+  dst->d[b] = step.d;
+  dst->s[b] = step.d * (float)dst->sum[b];
 }
 
-static void scalar_quantize(clb_fast_x *dst, const float *x, size_t n) {
-  for (size_t i = 0; i < n; i += 32) quantize_block(dst + i / CLB_FAST_GROUP, (int)(i / 32 % CLB_FAST_BLOCKS), x + i);
+// Where the code of column i of a block of CLB_FAST_X_Q16 is.
+static int place_16(int i) {
+  return i % 2 * 16 + i / 2;
+}
+
+static void quantize_block_16(clb_fast_x16 *dst, int b, const float *x) {
+  clb_fast_step step = clb_fast_step_of(largest_bits(x), CLB_FAST_MAX_16);
+  int sums[2] = {0, 0};
+  for (int i = 0; i < 32; i++) {
+    int code = code_of(step, x[i]);
+    dst->q[32 * b + place_16(i)] = (int16_t)code;
+    sums[i / 16] += code;
+  }
+  for (size_t half = 0; half < 2; half++) dst->half[clb_fast_half_at((size_t)b, half)] = sums[half];
+  dst->d[b] = step.d;
+  dst->s[b] = step.d * (float)(sums[0] + sums[1]);
+}
+
+static void scalar_quantize_8(clb_fast_x8 *dst, const float *x, size_t n) {
+  for (size_t i = 0; i < n; i += 32) quantize_block_8(dst + i / CLB_FAST_GROUP, (int)(i / 32 % CLB_FAST_BLOCKS), x + i);
+}
+
+static void scalar_quantize_16(clb_fast_x16 *dst, const float *x, size_t n) {
+  for (size_t i = 0; i < n; i += 32) {
+    quantize_block_16(dst + i / CLB_FAST_GROUP, (int)(i / 32 % CLB_FAST_BLOCKS), x + i);
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -279,18 +307,33 @@ static int32_t dot16(const int8_t *a, const int8_t *b) {
   return sum;
 }
 
-static void add_group(float partial[8], clb_fast_form form, const clb_fast_group *g, const clb_fast_x *x) {
+static bool has_sub(clb_fast_form form) {
+  return form == CLB_FORM_SUB || form == CLB_FORM_SUB_MIN;
+}
+
+static void add_group_8(float partial[8], clb_fast_form form, const clb_fast_group *g, const clb_fast_x8 *x) {
   for (int b = 0; b < 8; b++) {
     const int8_t *codes = g->codes + 32 * b, *q = x->q + 32 * b;
     int32_t low = dot16(codes, q), high = dot16(codes + 16, q + 16);
-    bool has_sub = form == CLB_FORM_SUB || form == CLB_FORM_SUB_MIN;
-    int32_t total = has_sub ? g->sub[2 * b] * low + g->sub[2 * b + 1] * high : low + high;
+    int32_t total = has_sub(form) ? g->sub[2 * b] * low + g->sub[2 * b + 1] * high : low + high;
     partial[b] = fmaf(g->d[b] * x->d[b], (float)total, partial[b]);
     if (form == CLB_FORM_MIN) partial[b] = fmaf(g->add[b], x->s[b], partial[b]);
     if (form == CLB_FORM_SUB_MIN) {
       int32_t mins = g->min[2 * b] * x->half[2 * b] + g->min[2 * b + 1] * x->half[2 * b + 1];
       partial[b] = fmaf(g->add[b] * x->d[b], (float)mins, partial[b]);
     }
+  }
+}
+
+static void add_group_16(float partial[8], clb_fast_form form, const clb_fast_group *g, const clb_fast_x16 *x) {
+  for (int b = 0; b < 8; b++) {
+    int32_t total = 0;
+    for (int i = 0; i < 32; i++) {
+      int32_t code = g->codes[32 * b + i] * (has_sub(form) ? g->sub[2 * b + i / 16] : 1);
+      total += code * x->q[32 * b + place_16(i)];
+    }
+    partial[b] = fmaf(g->d[b] * x->d[b], (float)total, partial[b]);
+    if (form == CLB_FORM_MIN) partial[b] = fmaf(g->add[b], x->s[b], partial[b]);
   }
 }
 
@@ -309,36 +352,28 @@ static void multiply(const clb_fast_product *p, const clb_fast_type *t, group_fn
   clb_fast_group decoded;
   for (size_t row = row0; row < row1; row++) {
     for (size_t token = 0; token < n_tokens; token++) {
-      const clb_fast_x *x = (const clb_fast_x *)(const void *)(p->qx + token * p->qx_stride);
+      const void *x = p->qx + token * p->qx_stride;
       float partial[8] = {0};
       for (size_t g = 0; g < group_count(p->n_cols); g++) {
         decode(clb_fast_padded(p, t, row, g, padded), &decoded);
-        add_group(partial, t->form, &decoded, x + g);
+        if (t->kind == CLB_FAST_X_Q16) {
+          add_group_16(partial, t->form, &decoded, (const clb_fast_x16 *)x + g);
+        } else {
+          add_group_8(partial, t->form, &decoded, (const clb_fast_x8 *)x + g);
+        }
       }
       p->y[token * p->ldy + row] = reduce(partial);
     }
   }
 }
 
-#define PRODUCT(name)                                                                                     \
+#define PRODUCT(name, ...)                                                                                \
   static void product_##name(const clb_fast_product *p, const clb_fast_type *t, size_t row0, size_t row1, \
                              size_t n_tokens) {                                                           \
     multiply(p, t, name##_group, row0, row1, n_tokens);                                                   \
   }
 
-PRODUCT(q4_0)
-PRODUCT(q4_1)
-PRODUCT(q5_0)
-PRODUCT(q5_1)
-PRODUCT(q8_0)
-PRODUCT(q2_k)
-PRODUCT(q3_k)
-PRODUCT(q4_k)
-PRODUCT(q5_k)
-PRODUCT(q6_k)
-PRODUCT(iq4_nl)
-PRODUCT(iq4_xs)
-PRODUCT(mxfp4)
+CLB_FAST_TYPES(PRODUCT)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows of a quantized KV cache
@@ -391,13 +426,15 @@ void clb_scalar_to_q4_0(uint8_t *dst, const float *x, size_t n_blocks) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The choice of kernels
 
+#define ENTRY(name, ...) product_##name,
+
 static const clb_fast_kernels scalar_kernels = {
     .name = "scalar",
-    .quantize = scalar_quantize,
+    .quantize_8 = scalar_quantize_8,
+    .quantize_16 = scalar_quantize_16,
     .to_q8_0 = clb_scalar_to_q8_0,
     .to_q4_0 = clb_scalar_to_q4_0,
-    .product = {product_q4_0, product_q4_1, product_q5_0, product_q5_1, product_q8_0, product_q2_k, product_q3_k,
-                product_q4_k, product_q5_k, product_q6_k, product_iq4_nl, product_iq4_xs, product_mxfp4},
+    .product = {CLB_FAST_TYPES(ENTRY)},
 };
 
 static const clb_fast_kernels *scalar(void) {
@@ -453,14 +490,16 @@ static const clb_fast_kernels *fast_of(const clb_kernels *k) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The interface
 
-void clb_fast_quantize_with(const clb_fast_kernels *f, void *dst, const float *x, size_t n) {
-  clb_fast_x *groups = dst;
-  if (n % CLB_FAST_GROUP != 0) memset(groups + n / CLB_FAST_GROUP, 0, sizeof *groups);
-  f->quantize(groups, x, n);
+void clb_fast_quantize_with(const clb_fast_kernels *f, clb_fast_x_kind kind, void *dst, const float *x, size_t n) {
+  const size_t group_bytes = x_group_bytes(kind);
+  if (kind == CLB_FAST_X_NONE) return;
+  if (n % CLB_FAST_GROUP != 0) memset((uint8_t *)dst + n / CLB_FAST_GROUP * group_bytes, 0, group_bytes);
+  if (kind == CLB_FAST_X_Q8) f->quantize_8(dst, x, n);
+  if (kind == CLB_FAST_X_Q16) f->quantize_16(dst, x, n);
 }
 
 void clb_fast_quantize_x(const clb_kernels *k, clb_fast_x_kind kind, void *dst, const float *x, size_t n) {
-  if (kind != CLB_FAST_X_NONE) clb_fast_quantize_with(fast_of(k), dst, x, n);
+  clb_fast_quantize_with(fast_of(k), kind, dst, x, n);
 }
 
 int clb_fast_product_with(const clb_fast_kernels *f, uint32_t type, const void *w, size_t row_bytes, size_t n_cols,

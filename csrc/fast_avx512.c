@@ -5,6 +5,7 @@
 
 #define TARGET "avx2,fma,f16c,avx512f,avx512vl,avx512bw,avx512vnni"
 #define DPBUSD _mm256_dpbusd_epi32
+#define DPWSSD _mm256_dpwssd_epi32
 #define SET_NAME "avx512"
 #include <cpuid.h>
 

@@ -1,4 +1,4 @@
-// Fast kernels for AVX2 with AVX-VNNI, which multiplies bytes in one instruction.
+// Fast kernels for AVX2 with AVX-VNNI, which multiplies and adds up in one instruction.
 #include "blocks_internal.h"
 
 #if defined(CLB_HAVE_AVX2)
@@ -12,6 +12,7 @@
 
 #define TARGET "avx2,fma,f16c,avxvnni"
 #define DPBUSD _mm256_dpbusd_avx_epi32
+#define DPWSSD _mm256_dpwssd_avx_epi32
 #define SET_NAME "avx_vnni"
 #include "fast_x86.h"
 

@@ -2,26 +2,37 @@
 #ifndef CLB_FAST_INTERNAL_H
 #define CLB_FAST_INTERNAL_H
 
+#include <math.h>
+#include <string.h>
+
 #include "blocks_internal.h"
 #include "fast.h"
 
 enum {
   CLB_FAST_GROUP = 256,     // columns handled at a time: 8 blocks of 32
   CLB_FAST_BLOCKS = 8,      // blocks of a group, partial sums of a product
-  CLB_N_FAST_TYPES = 13,    // types with fast kernels
-  CLB_FAST_MAX_BYTES = 272  // bytes of a group of any such type: 8 blocks of q8_0
+  CLB_FAST_MAX_BYTES = 272  // bytes of a group of any type with fast kernels: 8 blocks of q8_0
 };
 
-// 256 activations. What is beyond the row is zero.
+// 256 activations of CLB_FAST_X_Q8. What is beyond the row is zero.
 typedef struct {
   int8_t q[CLB_FAST_GROUP];
   float d[CLB_FAST_BLOCKS];           // NaN for a block that holds a NaN or an infinity
   float s[CLB_FAST_BLOCKS];           // d * sum
   int32_t sum[CLB_FAST_BLOCKS];       // sums of q
   int16_t half[2 * CLB_FAST_BLOCKS];  // sums of 16
-} clb_fast_x;
+} clb_fast_x8;
 
-_Static_assert(sizeof(clb_fast_x) == 384, "whole cache lines");
+// The same of CLB_FAST_X_Q16. In each block the codes of even columns come first, then those of odd ones: a vector of
+// weights as bytes becomes two of 16-bit integers in that order by shifts alone.
+typedef struct {
+  int16_t q[CLB_FAST_GROUP];
+  float d[CLB_FAST_BLOCKS];
+  float s[CLB_FAST_BLOCKS];           // d * the sum of q
+  int32_t half[2 * CLB_FAST_BLOCKS];  // sums of 16: of the first halves of 4 blocks, of their second ones; of 4 more
+} clb_fast_x16;
+
+_Static_assert(sizeof(clb_fast_x8) == 384 && sizeof(clb_fast_x16) == 640, "whole cache lines");
 
 // How the weights of a group are made up of codes c, block by block; see the canonical product in fast.h.
 typedef enum {
@@ -34,10 +45,30 @@ typedef enum {
 typedef struct {
   uint32_t id;
   clb_fast_form form;
+  clb_fast_x_kind kind;  // of the activations
   uint32_t group_bytes;  // of 256 weights
 } clb_fast_type;
 
-// In the order of every table of kernels. The block size follows: group_bytes / 8 for types with blocks of 32.
+// The types with fast kernels, of which every set makes its table: X(name, the fields of clb_fast_type in order).
+// Blocks of 32 take group_bytes / 8. There are no products of CLB_FORM_SUB_MIN with CLB_FAST_X_Q16.
+#define CLB_FAST_TYPES(X)                                      \
+  X(q4_0, CLB_Q4_0, CLB_FORM_PLAIN, CLB_FAST_X_Q8, 8 * 18)     \
+  X(q4_1, CLB_Q4_1, CLB_FORM_MIN, CLB_FAST_X_Q8, 8 * 20)       \
+  X(q5_0, CLB_Q5_0, CLB_FORM_PLAIN, CLB_FAST_X_Q8, 8 * 22)     \
+  X(q5_1, CLB_Q5_1, CLB_FORM_MIN, CLB_FAST_X_Q8, 8 * 24)       \
+  X(q8_0, CLB_Q8_0, CLB_FORM_PLAIN, CLB_FAST_X_Q16, 8 * 34)    \
+  X(q2_k, CLB_Q2_K, CLB_FORM_SUB_MIN, CLB_FAST_X_Q8, 84)       \
+  X(q3_k, CLB_Q3_K, CLB_FORM_SUB, CLB_FAST_X_Q8, 110)          \
+  X(q4_k, CLB_Q4_K, CLB_FORM_MIN, CLB_FAST_X_Q8, 144)          \
+  X(q5_k, CLB_Q5_K, CLB_FORM_MIN, CLB_FAST_X_Q8, 176)          \
+  X(q6_k, CLB_Q6_K, CLB_FORM_SUB, CLB_FAST_X_Q16, 210)         \
+  X(iq4_nl, CLB_IQ4_NL, CLB_FORM_PLAIN, CLB_FAST_X_Q8, 8 * 18) \
+  X(iq4_xs, CLB_IQ4_XS, CLB_FORM_PLAIN, CLB_FAST_X_Q8, 136)    \
+  X(mxfp4, CLB_MXFP4, CLB_FORM_PLAIN, CLB_FAST_X_Q8, 8 * 17)
+
+#define CLB_FAST_ONE(name, ...) +1
+enum { CLB_N_FAST_TYPES = 0 CLB_FAST_TYPES(CLB_FAST_ONE) };
+
 extern const clb_fast_type clb_fast_types[CLB_N_FAST_TYPES];
 
 typedef struct {
@@ -54,7 +85,8 @@ typedef void clb_fast_fn(const clb_fast_product *p, const clb_fast_type *t, size
 
 typedef struct {
   const char *name;
-  void (*quantize)(clb_fast_x *dst, const float *x, size_t n);
+  void (*quantize_8)(clb_fast_x8 *dst, const float *x, size_t n);
+  void (*quantize_16)(clb_fast_x16 *dst, const float *x, size_t n);
   void (*to_q8_0)(uint8_t *dst, const float *x, size_t n_blocks);
   void (*to_q4_0)(uint8_t *dst, const float *x, size_t n_blocks);
   clb_fast_fn *product[CLB_N_FAST_TYPES];
@@ -85,7 +117,7 @@ const clb_fast_kernels *clb_fast_by_name(const char *name);
 const clb_fast_kernels *clb_fast_best(void);
 
 // clb_fast_quantize_x, clb_fast_matmul_rows and clb_quantize_row with a set of one's choice, for quantized types.
-void clb_fast_quantize_with(const clb_fast_kernels *f, void *dst, const float *x, size_t n);
+void clb_fast_quantize_with(const clb_fast_kernels *f, clb_fast_x_kind kind, void *dst, const float *x, size_t n);
 int clb_fast_product_with(const clb_fast_kernels *f, uint32_t type, const void *w, size_t row_bytes, size_t n_cols,
                           size_t row0, size_t row1, const void *qx, size_t qx_stride, size_t n_tokens, float *y,
                           size_t ldy);
@@ -110,5 +142,28 @@ static inline float clb_fast_inverse(float d) {
 // A block whose largest magnitude has fewer bits than this is quantized to zeros: 2^-100.
 #define CLB_FAST_TINY_BITS 0x0D800000
 #define CLB_INF_BITS 0x7F800000
+
+// The largest codes. That of 16 bits is what 32 products with q6_k leave room for in an int32: 32 * 128 * 32 * 16383.
+#define CLB_FAST_MAX_8 127
+#define CLB_FAST_MAX_16 16383
+
+// The scale of a block of activations whose largest magnitude has these bits, and what codes are made with: 0 when all
+// of them are zero.
+typedef struct {
+  float d, inverse;
+} clb_fast_step;
+
+// Where clb_fast_x16.half holds the sum of the first or second half of block b.
+static inline size_t clb_fast_half_at(size_t b, size_t half) {
+  return b / 4 * 8 + half * 4 + b % 4;
+}
+
+static inline clb_fast_step clb_fast_step_of(uint32_t largest_bits, float largest_code) {
+  float largest;
+  memcpy(&largest, &largest_bits, sizeof largest);
+  if (largest_bits >= CLB_INF_BITS) return (clb_fast_step){NAN, 0};
+  if (largest_bits < CLB_FAST_TINY_BITS) return (clb_fast_step){0, 0};
+  return (clb_fast_step){largest / largest_code, largest_code / largest};
+}
 
 #endif

@@ -2,7 +2,8 @@
 // defines DOT_16(acc, a, b), which adds the products of 16 signed bytes to the four 32-bit sums of acc, in any order,
 // and SET_NAME.
 //
-// A group of weights is decoded once for a tile of tokens; lanes of the partial sums are blocks.
+// A group of weights is decoded once for a tile of tokens, and for activations of 16 bits widened; lanes of the partial
+// sums are blocks.
 #include <arm_neon.h>
 #include <math.h>
 #include <string.h>
@@ -231,8 +232,35 @@ INLINE void q6_k_group(const uint8_t *w, clb_fast_group *g) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Products
 
-// The integer dot products of 4 blocks from block b on, sub-scales included.
-INLINE int32x4_t totals_of_4(bool has_sub, const clb_fast_group *g, const clb_fast_x *x, int b) {
+// The codes of a group as 16-bit integers, in the order of clb_fast_x16, times their sub-scales if they have any.
+INLINE void widen(bool has_sub, const clb_fast_group *g, int16_t wide[CLB_FAST_GROUP]) {
+  UNROLL for (int b = 0; b < 8; b++) {
+    UNROLL for (int half = 0; half < 2; half++) {
+      int16x8_t codes = vreinterpretq_s16_s8(vld1q_s8(g->codes + 32 * b + 16 * half));
+      int16x8_t even = vshrq_n_s16(vshlq_n_s16(codes, 8), 8), odd = vshrq_n_s16(codes, 8);
+      int16_t sub = has_sub ? g->sub[2 * b + half] : 1;
+      vst1q_s16(wide + 32 * b + 8 * half, has_sub ? vmulq_n_s16(even, sub) : even);
+      vst1q_s16(wide + 32 * b + 16 + 8 * half, has_sub ? vmulq_n_s16(odd, sub) : odd);
+    }
+  }
+}
+
+// The integer dot products of 4 blocks from block b on.
+INLINE int32x4_t totals_of_4_16(const int16_t *wide, const clb_fast_x16 *x, int b) {
+  int32x4_t v[4];
+  UNROLL for (int i = 0; i < 4; i++) {
+    v[i] = vdupq_n_s32(0);
+    UNROLL for (int j = 32 * (b + i); j < 32 * (b + i + 1); j += 8) {
+      int16x8_t codes = vld1q_s16(wide + j), q = vld1q_s16(x->q + j);
+      v[i] = vmlal_s16(v[i], vget_low_s16(codes), vget_low_s16(q));
+      v[i] = vmlal_high_s16(v[i], codes, q);
+    }
+  }
+  return vpaddq_s32(vpaddq_s32(v[0], v[1]), vpaddq_s32(v[2], v[3]));
+}
+
+// The same of codes of 8 bits, sub-scales included.
+INLINE int32x4_t totals_of_4_8(bool has_sub, const clb_fast_group *g, const clb_fast_x8 *x, int b) {
   int32x4_t v[4], zero = vdupq_n_s32(0);
   UNROLL for (int i = 0; i < 4; i++) {
     const int8_t *codes = g->codes + 32 * (b + i), *q = x->q + 32 * (b + i);
@@ -247,16 +275,29 @@ INLINE int32x4_t totals_of_4(bool has_sub, const clb_fast_group *g, const clb_fa
 }
 
 // Minimums times sums of activations, for 4 blocks from block b on.
-INLINE int32x4_t mins_of_4(const clb_fast_group *g, const clb_fast_x *x, int b) {
+INLINE int32x4_t mins_of_4(const clb_fast_group *g, const clb_fast_x8 *x, int b) {
   int16x8_t min = vld1q_s16(g->min + 2 * b), half = vld1q_s16(x->half + 2 * b);
   return vpaddq_s32(vmull_s16(vget_low_s16(min), vget_low_s16(half)), vmull_high_s16(min, half));
 }
 
-INLINE void add_group(clb_fast_form form, float partial[8], const clb_fast_group *g, const clb_fast_x *x) {
-  bool has_sub = form == CLB_FORM_SUB || form == CLB_FORM_SUB_MIN;
+INLINE bool has_sub(clb_fast_form form) {
+  return form == CLB_FORM_SUB || form == CLB_FORM_SUB_MIN;
+}
+
+INLINE void add_group_16(clb_fast_form form, float partial[8], const clb_fast_group *g, const int16_t *wide,
+                         const clb_fast_x16 *x) {
+  UNROLL for (int b = 0; b < 8; b += 4) {
+    float32x4_t d = vmulq_f32(vld1q_f32(g->d + b), vld1q_f32(x->d + b));
+    float32x4_t sum = vfmaq_f32(vld1q_f32(partial + b), d, vcvtq_f32_s32(totals_of_4_16(wide, x, b)));
+    if (form == CLB_FORM_MIN) sum = vfmaq_f32(sum, vld1q_f32(g->add + b), vld1q_f32(x->s + b));
+    vst1q_f32(partial + b, sum);
+  }
+}
+
+INLINE void add_group_8(clb_fast_form form, float partial[8], const clb_fast_group *g, const clb_fast_x8 *x) {
   UNROLL for (int b = 0; b < 8; b += 4) {
     float32x4_t sum = vld1q_f32(partial + b), dx = vld1q_f32(x->d + b), add = vld1q_f32(g->add + b);
-    float32x4_t total = vcvtq_f32_s32(totals_of_4(has_sub, g, x, b));
+    float32x4_t total = vcvtq_f32_s32(totals_of_4_8(has_sub(form), g, x, b));
     sum = vfmaq_f32(sum, vmulq_f32(vld1q_f32(g->d + b), dx), total);
     if (form == CLB_FORM_MIN) sum = vfmaq_f32(sum, add, vld1q_f32(x->s + b));
     if (form == CLB_FORM_SUB_MIN) sum = vfmaq_f32(sum, vmulq_f32(add, dx), vcvtq_f32_s32(mins_of_4(g, x, b)));
@@ -272,48 +313,43 @@ INLINE float reduce(const float p[8]) {
 
 typedef void group_fn(const uint8_t *w, clb_fast_group *g);
 
-INLINE void row_by_tokens(clb_fast_form form, group_fn *decode, const clb_fast_product *p, const clb_fast_type *t,
-                          size_t row, size_t token, size_t n_tokens) {
+INLINE void row_by_tokens(clb_fast_form form, clb_fast_x_kind kind, group_fn *decode, const clb_fast_product *p,
+                          const clb_fast_type *t, size_t row, size_t token, size_t n_tokens) {
   float partial[TILE_TOKENS][8];
   uint8_t padded[CLB_FAST_MAX_BYTES];
   clb_fast_group decoded = {.add = {0}};
+  int16_t wide[CLB_FAST_GROUP];
   memset(partial, 0, n_tokens * sizeof *partial);
   for (size_t g = 0; g * CLB_FAST_GROUP < p->n_cols; g++) {
     decode(clb_fast_padded(p, t, row, g, padded), &decoded);
+    if (kind == CLB_FAST_X_Q16) widen(has_sub(form), &decoded, wide);
     for (size_t i = 0; i < n_tokens; i++) {
-      add_group(form, partial[i], &decoded, (const clb_fast_x *)(const void *)(p->qx + (token + i) * p->qx_stride) + g);
+      const void *x = p->qx + (token + i) * p->qx_stride;
+      if (kind == CLB_FAST_X_Q16) {
+        add_group_16(form, partial[i], &decoded, wide, (const clb_fast_x16 *)x + g);
+      } else {
+        add_group_8(form, partial[i], &decoded, (const clb_fast_x8 *)x + g);
+      }
     }
   }
   for (size_t i = 0; i < n_tokens; i++) p->y[(token + i) * p->ldy + row] = reduce(partial[i]);
 }
 
-INLINE void product(clb_fast_form form, group_fn *decode, const clb_fast_product *p, const clb_fast_type *t,
-                    size_t row0, size_t row1, size_t n_tokens) {
+INLINE void product(clb_fast_form form, clb_fast_x_kind kind, group_fn *decode, const clb_fast_product *p,
+                    const clb_fast_type *t, size_t row0, size_t row1, size_t n_tokens) {
   for (size_t i = 0; i < n_tokens; i += TILE_TOKENS) {
     size_t n = n_tokens - i < TILE_TOKENS ? n_tokens - i : TILE_TOKENS;
-    for (size_t row = row0; row < row1; row++) row_by_tokens(form, decode, p, t, row, i, n);
+    for (size_t row = row0; row < row1; row++) row_by_tokens(form, kind, decode, p, t, row, i, n);
   }
 }
 
-#define PRODUCT(name, form)                                                                               \
+#define PRODUCT(name, id, form, kind, group_bytes)                                                        \
   static void product_##name(const clb_fast_product *p, const clb_fast_type *t, size_t row0, size_t row1, \
                              size_t n_tokens) {                                                           \
-    product(form, name##_group, p, t, row0, row1, n_tokens);                                              \
+    product(form, kind, name##_group, p, t, row0, row1, n_tokens);                                        \
   }
 
-PRODUCT(q4_0, CLB_FORM_PLAIN)
-PRODUCT(q4_1, CLB_FORM_MIN)
-PRODUCT(q5_0, CLB_FORM_PLAIN)
-PRODUCT(q5_1, CLB_FORM_MIN)
-PRODUCT(q8_0, CLB_FORM_PLAIN)
-PRODUCT(q2_k, CLB_FORM_SUB_MIN)
-PRODUCT(q3_k, CLB_FORM_SUB)
-PRODUCT(q4_k, CLB_FORM_MIN)
-PRODUCT(q5_k, CLB_FORM_MIN)
-PRODUCT(q6_k, CLB_FORM_SUB)
-PRODUCT(iq4_nl, CLB_FORM_PLAIN)
-PRODUCT(iq4_xs, CLB_FORM_PLAIN)
-PRODUCT(mxfp4, CLB_FORM_PLAIN)
+CLB_FAST_TYPES(PRODUCT)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Quantizing activations
@@ -327,43 +363,67 @@ INLINE uint32_t largest_bits(const float *x) {
   return vmaxvq_u32(largest);
 }
 
-// 16 codes; returns their sum.
-INLINE int quantize_16(int8_t *q, const float *x, float inverse, uint32_t keep) {
-  int16x4_t v[4];
-  UNROLL for (int i = 0; i < 4; i++) {
+// The codes of a block in order; returns its scale.
+INLINE float codes_of(int16x8_t q[4], const float *x, float largest_code) {
+  uint32_t largest = largest_bits(x), keep = largest < CLB_INF_BITS ? ~0u : 0;
+  clb_fast_step step = clb_fast_step_of(largest, largest_code);
+  int16x4_t v[8];
+  UNROLL for (int i = 0; i < 8; i++) {
     uint32x4_t bits = vandq_u32(vreinterpretq_u32_f32(vld1q_f32(x + 4 * i)), vdupq_n_u32(keep));
-    v[i] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vreinterpretq_f32_u32(bits), inverse)));
+    v[i] = vmovn_s32(vcvtnq_s32_f32(vmulq_n_f32(vreinterpretq_f32_u32(bits), step.inverse)));
   }
-  int8x16_t codes = vcombine_s8(vmovn_s16(vcombine_s16(v[0], v[1])), vmovn_s16(vcombine_s16(v[2], v[3])));
-  vst1q_s8(q, codes);
-  return vaddlvq_s8(codes);
+  UNROLL for (int i = 0; i < 4; i++) q[i] = vcombine_s16(v[2 * i], v[2 * i + 1]);
+  return step.d;
 }
 
-static void quantize(clb_fast_x *groups, const float *x, size_t n) {
-  for (size_t i = 0; i < n; i += 32) {
-    clb_fast_x *dst = groups + i / CLB_FAST_GROUP;
-    size_t b = i / 32 % CLB_FAST_BLOCKS;
-    uint32_t largest = largest_bits(x + i);
-    bool finite = largest < CLB_INF_BITS, zero = largest < CLB_FAST_TINY_BITS;
-    float inverse = !finite || zero ? 0 : 127 / float_of(largest);
-    int low = quantize_16(dst->q + 32 * b, x + i, inverse, finite ? ~0u : 0);
-    int high = quantize_16(dst->q + 32 * b + 16, x + i + 16, inverse, finite ? ~0u : 0);
-    dst->half[2 * b] = (int16_t)low;
-    dst->half[2 * b + 1] = (int16_t)high;
-    dst->sum[b] = low + high;
-    dst->d[b] = !finite ? NAN : zero ? 0 : float_of(largest) / 127;
-    dst->s[b] = dst->d[b] * (float)(low + high);
+INLINE void quantize_block_8(clb_fast_x8 *dst, size_t b, const float *x) {
+  int16x8_t q[4];
+  float d = codes_of(q, x, CLB_FAST_MAX_8);
+  int8x16_t first = vcombine_s8(vmovn_s16(q[0]), vmovn_s16(q[1]));
+  int8x16_t second = vcombine_s8(vmovn_s16(q[2]), vmovn_s16(q[3]));
+  int low = vaddlvq_s8(first), high = vaddlvq_s8(second);
+  vst1q_s8(dst->q + 32 * b, first);
+  vst1q_s8(dst->q + 32 * b + 16, second);
+  dst->half[2 * b] = (int16_t)low;
+  dst->half[2 * b + 1] = (int16_t)high;
+  dst->sum[b] = low + high;
+  dst->d[b] = d;
+  dst->s[b] = d * (float)(low + high);
+}
+
+INLINE void quantize_block_16(clb_fast_x16 *dst, size_t b, const float *x) {
+  int16x8_t q[4];
+  float d = codes_of(q, x, CLB_FAST_MAX_16);
+  int sum = 0;
+  UNROLL for (size_t half = 0; half < 2; half++) {
+    int16x8_t low = q[2 * half], high = q[2 * half + 1];
+    vst1q_s16(dst->q + 32 * b + 8 * half, vuzp1q_s16(low, high));
+    vst1q_s16(dst->q + 32 * b + 16 + 8 * half, vuzp2q_s16(low, high));
+    dst->half[clb_fast_half_at(b, half)] = vaddlvq_s16(low) + vaddlvq_s16(high);
+    sum += dst->half[clb_fast_half_at(b, half)];
   }
+  dst->d[b] = d;
+  dst->s[b] = d * (float)sum;
+}
+
+static void quantize_8(clb_fast_x8 *dst, const float *x, size_t n) {
+  for (size_t i = 0; i < n; i += 32) quantize_block_8(dst + i / CLB_FAST_GROUP, i / 32 % CLB_FAST_BLOCKS, x + i);
+}
+
+static void quantize_16(clb_fast_x16 *dst, const float *x, size_t n) {
+  for (size_t i = 0; i < n; i += 32) quantize_block_16(dst + i / CLB_FAST_GROUP, i / 32 % CLB_FAST_BLOCKS, x + i);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The set
 
+#define ENTRY(name, ...) product_##name,
+
 static const clb_fast_kernels kernels = {
     .name = SET_NAME,
-    .quantize = quantize,
+    .quantize_8 = quantize_8,
+    .quantize_16 = quantize_16,
     .to_q8_0 = clb_scalar_to_q8_0,
     .to_q4_0 = clb_scalar_to_q4_0,
-    .product = {product_q4_0, product_q4_1, product_q5_0, product_q5_1, product_q8_0, product_q2_k, product_q3_k,
-                product_q4_k, product_q5_k, product_q6_k, product_iq4_nl, product_iq4_xs, product_mxfp4},
+    .product = {CLB_FAST_TYPES(ENTRY)},
 };

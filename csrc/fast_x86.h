@@ -2,15 +2,17 @@
 // defines
 //   TARGET     the instruction set, as the compiler names it
 //   DPBUSD     where there is such an instruction: acc + sums of 4 products of unsigned a and signed b, as a function
+//   DPWSSD     with it: acc + sums of 2 products of 16-bit integers
 //   SET_NAME   the name of the set
 //
-// Codes are multiplied as unsigned bytes above a bias, a power of two that the sum of the activations takes out again.
-// Codes of 8 bits are too large for that without DPBUSD, since sums of two products must fit 16 bits: they stay signed,
-// and the activations take over their signs. (128 * 127 * 2 does fit.)
+// With activations of 8 bits, codes are multiplied as unsigned bytes above a bias, a power of two that the sum of the
+// activations takes out again. Codes of 8 bits are too large for that without DPBUSD, since sums of two products must
+// fit 16 bits: they stay signed, and the activations take over their signs. (128 * 127 * 2 does fit.) With activations
+// of 16 bits, codes are widened to 16 bits, and multiplied by their sub-scales before anything else.
 //
-// One token: a register holds a block of 32; the sums of 8 blocks are then transposed into one register, lane b being
-// block b, like the partial sums of the canonical product. Many tokens: the codes of 8 rows are interleaved by fours,
-// so that lanes are rows, and a broadcast of 4 activations meets 4 columns of 8 rows.
+// One token: one or two registers hold a block of 32; the sums of 8 blocks are then transposed into one register, lane
+// b being block b, like the partial sums of the canonical product. Many tokens: the codes of 8 rows are interleaved by
+// 4 bytes, so that lanes are rows, and a broadcast of 4 or 2 activations meets as many columns of 8 rows.
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
@@ -103,6 +105,16 @@ INLINE __m256i dot_4(int full, __m256i acc, __m256i codes, __m256i x) {
   return full ? dot_full(acc, codes, x) : dot_biased(acc, codes, x);
 }
 
+// Sums of 2 products of 16-bit integers.
+INLINE __m256i dot_2(__m256i acc, __m256i codes, __m256i x) {
+#if defined(DPWSSD)
+  return DPWSSD(acc, codes, x);
+#else
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(codes, x));
+#endif
+}
+
+// Its own inverse.
 INLINE __m256i full_codes(__m256i codes) {
 #if defined(DPBUSD)
   return _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
@@ -111,11 +123,19 @@ INLINE __m256i full_codes(__m256i codes) {
 #endif
 }
 
+// The sums of the lower lanes of 4 vectors, and of their upper ones.
+INLINE __m256i lane_sums_of_4(const __m256i v[4]) {
+  return _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+}
+
+// Two of these to the sums of 8 vectors.
+INLINE __m256i join_lane_sums(__m256i low, __m256i high) {
+  return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+}
+
 // The sum of each of 8 vectors.
 INLINE __m256i sums_of_8(const __m256i v[8]) {
-  __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
-  __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
-  return _mm256_add_epi32(_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
+  return join_lane_sums(lane_sums_of_4(v), lane_sums_of_4(v + 4));
 }
 
 INLINE float reduce(__m256 partial) {
@@ -261,6 +281,12 @@ INLINE __m256i mxfp4_codes(const uint8_t *w, int b) {
   return _mm256_shuffle_epi8(values, nibbles(w + b * 17 + 1));
 }
 
+// Bits moved up, or down by a negative number, within pairs of bytes: what comes over from another byte is to be
+// masked.
+INLINE __m256i shifted(__m256i v, int up) {
+  return up > 0 ? _mm256_slli_epi16(v, up) : _mm256_srli_epi16(v, -up);
+}
+
 // Codes of 2 bits, as q2_k has them.
 INLINE __m256i crumbs(const uint8_t *p, int b) {
   return _mm256_and_si256(_mm256_srli_epi16(load32(p + b / 4 * 32), b % 4 * 2), _mm256_set1_epi8(3));
@@ -286,8 +312,8 @@ INLINE scales q3_k_scales(const uint8_t *w) {
   return (scales){load_f16_splat(w + 108), _mm256_setzero_ps(), _mm256_cvtepi8_epi16(sub), _mm256_setzero_si256()};
 }
 INLINE __m256i q3_k_codes(const uint8_t *w, int b) {
-  __m256i third = _mm256_and_si256(_mm256_srli_epi16(load32(w), b), _mm256_set1_epi8(1));
-  return _mm256_or_si256(crumbs(w + 32, b), _mm256_slli_epi16(third, 2));
+  __m256i third = _mm256_and_si256(shifted(load32(w), 2 - b), _mm256_set1_epi8(4));
+  return _mm256_or_si256(crumbs(w + 32, b), third);
 }
 
 INLINE scales q4_k_scales(const uint8_t *w) {
@@ -311,8 +337,8 @@ INLINE scales q5_k_scales(const uint8_t *w) {
   return q4_k_scales(w);
 }
 INLINE __m256i q5_k_codes(const uint8_t *w, int b) {
-  __m256i fifth = _mm256_and_si256(_mm256_srli_epi16(load32(w + 16), b), _mm256_set1_epi8(1));
-  return _mm256_or_si256(double_nibbles(w + 48, b), _mm256_slli_epi16(fifth, 4));
+  __m256i fifth = _mm256_and_si256(shifted(load32(w + 16), 4 - b), _mm256_set1_epi8(16));
+  return _mm256_or_si256(double_nibbles(w + 48, b), fifth);
 }
 
 INLINE scales q6_k_scales(const uint8_t *w) {
@@ -321,7 +347,8 @@ INLINE scales q6_k_scales(const uint8_t *w) {
 }
 INLINE __m256i q6_k_codes(const uint8_t *w, int b) {
   __m256i low = _mm256_srli_epi16(load32(w + b / 4 * 64 + b % 2 * 32), b / 2 % 2 * 4);
-  return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(15)), _mm256_slli_epi16(crumbs(w + 128, b), 4));
+  __m256i high = shifted(load32(w + 128 + b / 4 * 32), 4 - b % 4 * 2);
+  return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(15)), _mm256_and_si256(high, _mm256_set1_epi8(0x30)));
 }
 
 typedef scales scales_fn(const uint8_t *w);
@@ -330,6 +357,7 @@ typedef __m256i codes_fn(const uint8_t *w, int b);
 // What the compiler sees as constants.
 typedef struct {
   clb_fast_form form;
+  clb_fast_x_kind kind;
   int bias;  // the exponent; NO_BIAS: none
   int full;  // codes of 8 bits
   scales_fn *scales;
@@ -356,7 +384,7 @@ INLINE __m256i by_parity(__m256i v) {
   return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(v, order), 0xD8);
 }
 
-INLINE __m256 sub_totals(type_traits t, const scales *s, const uint8_t *w, const clb_fast_x *x) {
+INLINE __m256 sub_totals_8(type_traits t, const scales *s, const uint8_t *w, const clb_fast_x8 *x) {
   __m256i v[8], sub = by_parity(s->sub);
   UNROLL for (int b = 0; b < 8; b++) {
     v[b] = _mm256_madd_epi16(_mm256_maddubs_epi16(t.codes(w, b), load32(x->q + 32 * b)), sub_splat(sub, b));
@@ -369,7 +397,7 @@ INLINE __m256 sub_totals(type_traits t, const scales *s, const uint8_t *w, const
   return _mm256_cvtepi32_ps(total);
 }
 
-INLINE __m256 totals(type_traits t, const uint8_t *w, const clb_fast_x *x) {
+INLINE __m256 totals_8(type_traits t, const uint8_t *w, const clb_fast_x8 *x) {
   __m256i v[8];
   UNROLL for (int b = 0; b < 8; b++) {
     v[b] = dot_4(t.full, _mm256_setzero_si256(), t.codes(w, b), load32(x->q + 32 * b));
@@ -379,10 +407,58 @@ INLINE __m256 totals(type_traits t, const uint8_t *w, const clb_fast_x *x) {
   return _mm256_cvtepi32_ps(total);
 }
 
-INLINE __m256 add_group(type_traits t, __m256 partial, const uint8_t *w, const clb_fast_x *x) {
+// Codes as they are stored, as unsigned 16-bit integers in the order of clb_fast_x16; or signed, without a bias.
+INLINE void widen_unsigned(__m256i codes, __m256i wide[2]) {
+  wide[0] = _mm256_and_si256(codes, _mm256_set1_epi16(0xFF));
+  wide[1] = _mm256_srli_epi16(codes, 8);
+}
+
+INLINE void widen_signed(type_traits t, __m256i codes, __m256i wide[2]) {
+  codes = t.full ? full_codes(codes) : _mm256_sub_epi8(codes, _mm256_set1_epi8((char)(1 << t.bias)));
+  wide[0] = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8);
+  wide[1] = _mm256_srai_epi16(codes, 8);
+}
+
+// Block b with its activations: 8 sums, the lower 4 of the first half.
+INLINE __m256i dot_16(type_traits t, const uint8_t *w, const clb_fast_x16 *x, int b) {
+  __m256i wide[2], codes = t.codes(w, b);
+  if (t.full) {
+    widen_signed(t, codes, wide);
+  } else {
+    widen_unsigned(codes, wide);
+  }
+  return dot_2(_mm256_madd_epi16(wide[0], load32(x->q + 32 * b)), wide[1], load32(x->q + 32 * b + 16));
+}
+
+// Halves of 4 blocks from block b on, in the order of clb_fast_x16.half.
+INLINE __m256i halves_of_4(type_traits t, const uint8_t *w, const clb_fast_x16 *x, int b) {
+  __m256i v[4];
+  UNROLL for (int i = 0; i < 4; i++) v[i] = dot_16(t, w, x, b + i);
+  __m256i sums = lane_sums_of_4(v);
+  if (t.full || t.bias == NO_BIAS) return sums;
+  return _mm256_sub_epi32(sums, _mm256_slli_epi32(load32(x->half + 2 * b), t.bias));
+}
+
+INLINE __m256 totals_16(type_traits t, const scales *s, const uint8_t *w, const clb_fast_x16 *x) {
+  __m256i low = halves_of_4(t, w, x, 0), high = halves_of_4(t, w, x, 4);
+  if (has_sub(t)) {
+    __m256i sub = by_parity(s->sub);
+    low = _mm256_mullo_epi32(low, _mm256_srai_epi32(_mm256_unpacklo_epi16(sub, sub), 16));
+    high = _mm256_mullo_epi32(high, _mm256_srai_epi32(_mm256_unpackhi_epi16(sub, sub), 16));
+  }
+  return _mm256_cvtepi32_ps(join_lane_sums(low, high));
+}
+
+INLINE __m256 add_group_16(type_traits t, __m256 partial, const uint8_t *w, const clb_fast_x16 *x) {
+  scales s = t.scales(w);
+  partial = _mm256_fmadd_ps(_mm256_mul_ps(s.d, _mm256_load_ps(x->d)), totals_16(t, &s, w, x), partial);
+  return t.form == CLB_FORM_MIN ? _mm256_fmadd_ps(s.add, _mm256_load_ps(x->s), partial) : partial;
+}
+
+INLINE __m256 add_group_8(type_traits t, __m256 partial, const uint8_t *w, const clb_fast_x8 *x) {
   scales s = t.scales(w);
   __m256 dx = _mm256_load_ps(x->d);
-  __m256 total = has_sub(t) ? sub_totals(t, &s, w, x) : totals(t, w, x);
+  __m256 total = has_sub(t) ? sub_totals_8(t, &s, w, x) : totals_8(t, w, x);
   partial = _mm256_fmadd_ps(_mm256_mul_ps(s.d, dx), total, partial);
   if (t.form == CLB_FORM_MIN) partial = _mm256_fmadd_ps(s.add, _mm256_load_ps(x->s), partial);
   if (t.form == CLB_FORM_SUB_MIN) {
@@ -392,12 +468,14 @@ INLINE __m256 add_group(type_traits t, __m256 partial, const uint8_t *w, const c
   return partial;
 }
 
-INLINE const clb_fast_x *token_at(const clb_fast_product *p, size_t token) {
-  return (const clb_fast_x *)(const void *)(p->qx + token * p->qx_stride);
+// The activations of a token from group `group` on, of the type's kind.
+INLINE const void *x_at(type_traits t, const clb_fast_product *p, size_t token, size_t group) {
+  const size_t group_bytes = t.kind == CLB_FAST_X_Q16 ? sizeof(clb_fast_x16) : sizeof(clb_fast_x8);
+  return p->qx + token * p->qx_stride + group * group_bytes;
 }
 
 INLINE float row_by_token(type_traits t, const clb_fast_product *p, const clb_fast_type *type, size_t row,
-                          const clb_fast_x *x) {
+                          size_t token) {
   uint8_t padded[CLB_FAST_MAX_BYTES];
   __m256 partial = _mm256_setzero_ps();
   for (size_t g = 0; g * CLB_FAST_GROUP < p->n_cols; g++) {
@@ -406,7 +484,8 @@ INLINE float row_by_token(type_traits t, const clb_fast_product *p, const clb_fa
     for (size_t i = 0; i < type->group_bytes; i += 64) {
       _mm_prefetch((const char *)((uintptr_t)w + PREFETCH_BYTES + i), _MM_HINT_T0);
     }
-    partial = add_group(t, partial, w, x + g);
+    const void *x = x_at(t, p, token, g);
+    partial = t.kind == CLB_FAST_X_Q16 ? add_group_16(t, partial, w, x) : add_group_8(t, partial, w, x);
   }
   return reduce(partial);
 }
@@ -415,7 +494,10 @@ INLINE float row_by_token(type_traits t, const clb_fast_product *p, const clb_fa
 // Many tokens: lanes are rows
 
 typedef struct {
-  _Alignas(64) uint8_t codes[TILE_GROUPS * 8][8][TILE_ROWS][4];  // [block][column / 4][row][column % 4]
+  _Alignas(64) union {
+    uint8_t codes[TILE_GROUPS * 8][8][TILE_ROWS][4];  // [block][column / 4][row][column % 4]
+    int16_t wide[TILE_GROUPS * 8][16][TILE_ROWS][2];  // the same of pairs of columns, in the order of clb_fast_x16
+  };
   float d[TILE_GROUPS * 8][TILE_ROWS], add[TILE_GROUPS * 8][TILE_ROWS];
   float sub[TILE_GROUPS * 16][TILE_ROWS], min[TILE_GROUPS * 16][TILE_ROWS];  // [half]
 } tile;
@@ -436,9 +518,41 @@ INLINE void store_integers(float *dst, __m256i v) {
   _mm256_store_ps(dst + 8, _mm256_cvtepi32_ps(high));
 }
 
-// Group number g of the tile from 8 groups of weights, one a row.
-INLINE void decode_group(type_traits t, tile *dst, int g, const uint8_t *const w[TILE_ROWS]) {
-  _Alignas(32) uint8_t codes[8][TILE_ROWS][32];
+// Codes across 8 rows as 16-bit integers, signed, and multiplied by their sub-scales if they have any. Bytes 0 and 2 of
+// each 4, and 1 and 3, are the pairs of clb_fast_x16.
+INLINE void widen_block(type_traits t, tile *dst, int block, const uint8_t (*codes)[TILE_ROWS][4]) {
+  __m256i wide[2], sub[2];
+  for (int half = 0; has_sub(t) && half < 2; half++) {
+    __m256i v = _mm256_cvtps_epi32(_mm256_load_ps(dst->sub[2 * block + half]));
+    sub[half] = _mm256_blend_epi16(v, _mm256_slli_epi32(v, 16), 0xAA);
+  }
+  UNROLL for (int c = 0; c < 8; c++) {
+    if (t.bias == NO_BIAS && !t.full) {
+      widen_unsigned(load32(codes[c]), wide);
+    } else {
+      widen_signed(t, load32(codes[c]), wide);
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+      __m256i v = has_sub(t) ? _mm256_mullo_epi16(wide[i], sub[c / 4]) : wide[i];
+      _mm256_store_si256((__m256i *)(void *)dst->wide[block][8 * i + c], v);
+    }
+  }
+}
+
+// Group number g of the tile from 8 groups of weights, one a row: scales, then codes.
+INLINE void decode_codes(type_traits t, tile *dst, int g, const uint8_t *const w[TILE_ROWS]) {
+  _Alignas(32) uint8_t codes[8][TILE_ROWS][32], across[8][TILE_ROWS][4];
+  for (int r = 0; r < TILE_ROWS; r++) {
+    UNROLL for (int b = 0; b < 8; b++) _mm256_store_si256((__m256i *)(void *)codes[b][r], t.codes(w[r], b));
+  }
+  for (int b = 0; b < 8; b++) {
+    void *to = t.kind == CLB_FAST_X_Q16 ? across : dst->codes[8 * g + b];
+    store_transposed((float (*)[TILE_ROWS])to, codes[b], sizeof codes[b][0]);
+    if (t.kind == CLB_FAST_X_Q16) widen_block(t, dst, 8 * g + b, (const uint8_t (*)[TILE_ROWS][4])across);
+  }
+}
+
+INLINE void decode_scales(type_traits t, tile *dst, int g, const uint8_t *const w[TILE_ROWS]) {
   _Alignas(32) float d[TILE_ROWS][8], add[TILE_ROWS][8], sub[TILE_ROWS][16], min[TILE_ROWS][16];
   for (int r = 0; r < TILE_ROWS; r++) {
     scales s = t.scales(w[r]);
@@ -446,16 +560,12 @@ INLINE void decode_group(type_traits t, tile *dst, int g, const uint8_t *const w
     if (t.form == CLB_FORM_MIN || t.form == CLB_FORM_SUB_MIN) _mm256_store_ps(add[r], s.add);
     if (has_sub(t)) store_integers(sub[r], s.sub);
     if (t.form == CLB_FORM_SUB_MIN) store_integers(min[r], s.min);
-    UNROLL for (int b = 0; b < 8; b++) _mm256_store_si256((__m256i *)(void *)codes[b][r], t.codes(w[r], b));
   }
   store_transposed(dst->d + 8 * g, d, sizeof d[0]);
   if (t.form == CLB_FORM_MIN || t.form == CLB_FORM_SUB_MIN) store_transposed(dst->add + 8 * g, add, sizeof add[0]);
   for (int half = 0; half < 2; half++) {
     if (has_sub(t)) store_transposed(dst->sub + 16 * g + 8 * half, sub[0] + 8 * half, sizeof sub[0]);
     if (t.form == CLB_FORM_SUB_MIN) store_transposed(dst->min + 16 * g + 8 * half, min[0] + 8 * half, sizeof min[0]);
-  }
-  for (int b = 0; b < 8; b++) {
-    store_transposed((float (*)[TILE_ROWS])(void *)dst->codes[8 * g + b], codes[b], sizeof codes[b][0]);
   }
 }
 
@@ -480,13 +590,12 @@ INLINE __m256 load_splat(const float *p) {
   return _mm256_broadcast_ss(p);
 }
 
-// A block of 8 rows with TOGETHER tokens; b is its number in the group. Products of sub-scales and sums are integers
-// below 2^24: exact as floats.
-INLINE void multiply_block(type_traits t, const tile *w, int block, int b, const clb_fast_x *const x[TOGETHER],
-                           float (*partial)[8][TILE_ROWS]) {
+// The integer dot products of a block of 8 rows with TOGETHER tokens; b is its number in the group. Products of
+// sub-scales and sums are integers below 2^24: exact as floats.
+INLINE void block_totals_8(type_traits t, const tile *w, int block, int b, const clb_fast_x8 *const x[TOGETHER],
+                           __m256 total[TOGETHER]) {
   const int8_t *q[TOGETHER];
   __m256i sums[TOGETHER];
-  __m256 total[TOGETHER];
   UNROLL for (int i = 0; i < TOGETHER; i++) q[i] = x[i]->q + 32 * b;
   if (has_sub(t)) {
     multiply_columns(t, w, block, 0, 4, q, sums);
@@ -501,27 +610,76 @@ INLINE void multiply_block(type_traits t, const tile *w, int block, int b, const
     multiply_columns(t, w, block, 0, 8, q, sums);
     UNROLL for (int i = 0; i < TOGETHER; i++) total[i] = unbiased(t, sums[i], x[i]->sum[b]);
   }
+}
+
+INLINE void block_totals_16(const tile *w, int block, int b, const clb_fast_x16 *const x[TOGETHER],
+                            __m256 total[TOGETHER]) {
+  __m256i sums[TOGETHER];
+  UNROLL for (int i = 0; i < TOGETHER; i++) sums[i] = _mm256_setzero_si256();
+  UNROLL for (int c = 0; c < 16; c++) {
+    __m256i wide = load32(w->wide[block][c]);
+    UNROLL for (int i = 0; i < TOGETHER; i++) {
+      sums[i] = dot_2(sums[i], wide, _mm256_set1_epi32((int)load_u32(x[i]->q + 32 * b + 2 * c)));
+    }
+  }
+  UNROLL for (int i = 0; i < TOGETHER; i++) total[i] = _mm256_cvtepi32_ps(sums[i]);
+}
+
+// Sums of 16 codes times minimums.
+INLINE __m256 block_mins(const tile *w, int block, int b, const clb_fast_x8 *x) {
+  __m256 mins = _mm256_mul_ps(_mm256_load_ps(w->min[2 * block]), _mm256_set1_ps(x->half[2 * b]));
+  return _mm256_fmadd_ps(_mm256_load_ps(w->min[2 * block + 1]), _mm256_set1_ps(x->half[2 * b + 1]), mins);
+}
+
+INLINE void multiply_block_8(type_traits t, const tile *w, int block, int b, const clb_fast_x8 *const x[TOGETHER],
+                             float (*partial)[8][TILE_ROWS]) {
+  __m256 total[TOGETHER];
+  block_totals_8(t, w, block, b, x, total);
   UNROLL for (int i = 0; i < TOGETHER; i++) {
     __m256 dx = load_splat(x[i]->d + b), sum = _mm256_load_ps(partial[i][b]);
     sum = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_load_ps(w->d[block]), dx), total[i], sum);
     if (t.form == CLB_FORM_MIN) sum = _mm256_fmadd_ps(_mm256_load_ps(w->add[block]), load_splat(x[i]->s + b), sum);
     if (t.form == CLB_FORM_SUB_MIN) {
-      __m256 mins = _mm256_mul_ps(_mm256_load_ps(w->min[2 * block]), _mm256_set1_ps(x[i]->half[2 * b]));
-      mins = _mm256_fmadd_ps(_mm256_load_ps(w->min[2 * block + 1]), _mm256_set1_ps(x[i]->half[2 * b + 1]), mins);
-      sum = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_load_ps(w->add[block]), dx), mins, sum);
+      __m256 add = _mm256_mul_ps(_mm256_load_ps(w->add[block]), dx);
+      sum = _mm256_fmadd_ps(add, block_mins(w, block, b, x[i]), sum);
     }
     _mm256_store_ps(partial[i][b], sum);
+  }
+}
+
+INLINE void multiply_block_16(type_traits t, const tile *w, int block, int b, const clb_fast_x16 *const x[TOGETHER],
+                              float (*partial)[8][TILE_ROWS]) {
+  __m256 total[TOGETHER];
+  block_totals_16(w, block, b, x, total);
+  UNROLL for (int i = 0; i < TOGETHER; i++) {
+    __m256 d = _mm256_mul_ps(_mm256_load_ps(w->d[block]), load_splat(x[i]->d + b));
+    __m256 sum = _mm256_fmadd_ps(d, total[i], _mm256_load_ps(partial[i][b]));
+    if (t.form == CLB_FORM_MIN) sum = _mm256_fmadd_ps(_mm256_load_ps(w->add[block]), load_splat(x[i]->s + b), sum);
+    _mm256_store_ps(partial[i][b], sum);
+  }
+}
+
+// One group of TOGETHER tokens.
+INLINE void multiply_group(type_traits t, const tile *w, int g, const void *const x[TOGETHER],
+                           float (*partial)[8][TILE_ROWS]) {
+  if (t.kind == CLB_FAST_X_Q16) {
+    const clb_fast_x16 *x16[TOGETHER];
+    UNROLL for (int i = 0; i < TOGETHER; i++) x16[i] = x[i];
+    for (int b = 0; b < 8; b++) multiply_block_16(t, w, 8 * g + b, b, x16, partial);
+  } else {
+    const clb_fast_x8 *x8[TOGETHER];
+    UNROLL for (int i = 0; i < TOGETHER; i++) x8[i] = x[i];
+    for (int b = 0; b < 8; b++) multiply_block_8(t, w, 8 * g + b, b, x8, partial);
   }
 }
 
 // TOGETHER tokens from `token` on, n of which exist: the last one stands for the others.
 INLINE void multiply_tokens(type_traits t, const tile *w, const clb_fast_product *p, size_t token, size_t n,
                             size_t group, int n_groups, float (*partial)[8][TILE_ROWS]) {
-  const clb_fast_x *x[TOGETHER];
-  UNROLL for (size_t i = 0; i < TOGETHER; i++) x[i] = token_at(p, token + (i < n ? i : n - 1)) + group;
+  const void *x[TOGETHER];
   for (int g = 0; g < n_groups; g++) {
-    for (int b = 0; b < 8; b++) multiply_block(t, w, 8 * g + b, b, x, partial);
-    UNROLL for (int i = 0; i < TOGETHER; i++) x[i]++;
+    UNROLL for (size_t i = 0; i < TOGETHER; i++) x[i] = x_at(t, p, token + (i < n ? i : n - 1), group + (size_t)g);
+    multiply_group(t, w, g, x, partial);
   }
 }
 
@@ -534,7 +692,8 @@ INLINE void decode_tile(type_traits t, tile *dst, const clb_fast_product *p, con
     for (size_t r = 0; r < TILE_ROWS; r++) {
       w[r] = clb_fast_padded(p, type, row + (r < n_rows ? r : n_rows - 1), group + (size_t)g, padded[r]);
     }
-    decode_group(t, dst, g, w);
+    decode_scales(t, dst, g, w);
+    decode_codes(t, dst, g, w);
   }
 }
 
@@ -570,7 +729,7 @@ INLINE void product(type_traits t, const clb_fast_product *p, const clb_fast_typ
                     size_t n_tokens) {
   if (n_tokens <= FEW_TOKENS) {
     for (size_t row = row0; row < row1; row++) {
-      for (size_t i = 0; i < n_tokens; i++) p->y[i * p->ldy + row] = row_by_token(t, p, type, row, token_at(p, i));
+      for (size_t i = 0; i < n_tokens; i++) p->y[i * p->ldy + row] = row_by_token(t, p, type, row, i);
     }
     return;
   }
@@ -583,26 +742,29 @@ INLINE void product(type_traits t, const clb_fast_product *p, const clb_fast_typ
   }
 }
 
-#define PRODUCT(name, form, bias, full)                                                                          \
+// How codes are stored: the exponent of the bias; for codes of 8 bits FULL_BIAS, 1.
+#define q4_0_STORED 3, 0
+#define q4_1_STORED NO_BIAS, 0
+#define q5_0_STORED 4, 0
+#define q5_1_STORED NO_BIAS, 0
+#define q8_0_STORED FULL_BIAS, 1
+#define q2_k_STORED NO_BIAS, 0
+#define q3_k_STORED 2, 0
+#define q4_k_STORED NO_BIAS, 0
+#define q5_k_STORED NO_BIAS, 0
+#define q6_k_STORED 5, 0
+#define iq4_nl_STORED FULL_BIAS, 1
+#define iq4_xs_STORED FULL_BIAS, 1
+#define mxfp4_STORED 4, 0
+
+#define PRODUCT(name, id, form, kind, group_bytes)                                                               \
   X86 static void product_##name(const clb_fast_product *p, const clb_fast_type *type, size_t row0, size_t row1, \
                                  size_t n_tokens) {                                                              \
-    const type_traits t = {form, bias, full, name##_scales, name##_codes};                                       \
+    const type_traits t = {form, kind, name##_STORED, name##_scales, name##_codes};                              \
     product(t, p, type, row0, row1, n_tokens);                                                                   \
   }
 
-PRODUCT(q4_0, CLB_FORM_PLAIN, 3, 0)
-PRODUCT(q4_1, CLB_FORM_MIN, NO_BIAS, 0)
-PRODUCT(q5_0, CLB_FORM_PLAIN, 4, 0)
-PRODUCT(q5_1, CLB_FORM_MIN, NO_BIAS, 0)
-PRODUCT(q8_0, CLB_FORM_PLAIN, FULL_BIAS, 1)
-PRODUCT(q2_k, CLB_FORM_SUB_MIN, NO_BIAS, 0)
-PRODUCT(q3_k, CLB_FORM_SUB, 2, 0)
-PRODUCT(q4_k, CLB_FORM_MIN, NO_BIAS, 0)
-PRODUCT(q5_k, CLB_FORM_MIN, NO_BIAS, 0)
-PRODUCT(q6_k, CLB_FORM_SUB, 5, 0)
-PRODUCT(iq4_nl, CLB_FORM_PLAIN, FULL_BIAS, 1)
-PRODUCT(iq4_xs, CLB_FORM_PLAIN, FULL_BIAS, 1)
-PRODUCT(mxfp4, CLB_FORM_PLAIN, 4, 0)
+CLB_FAST_TYPES(PRODUCT)
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Quantizing
@@ -628,41 +790,75 @@ INLINE void load_32(__m256 v[4], const float *x) {
   UNROLL for (int i = 0; i < 4; i++) v[i] = _mm256_loadu_ps(x + 8 * i);
 }
 
-INLINE int sum_of_16(__m128i v) {
-  __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi8(1), v);
-  __m128i fours = _mm_madd_epi16(pairs, _mm_set1_epi16(1));
-  fours = _mm_add_epi32(fours, _mm_shuffle_epi32(fours, 0x4E));
-  fours = _mm_add_epi32(fours, _mm_shuffle_epi32(fours, 0xB1));
-  return _mm_cvtsi128_si32(fours);
+INLINE int sum_of_4(__m128i v) {
+  v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0x4E));
+  v = _mm_add_epi32(v, _mm_shuffle_epi32(v, 0xB1));
+  return _mm_cvtsi128_si32(v);
 }
 
-INLINE void quantize_block(clb_fast_x *dst, size_t b, const float *x) {
+INLINE int sum_of_16(__m128i v) {
+  __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi8(1), v);
+  return sum_of_4(_mm_madd_epi16(pairs, _mm_set1_epi16(1)));
+}
+
+// The codes of a block in order, as 32-bit integers; returns its scale.
+INLINE float codes_of(__m256i q[4], const float *x, float largest_code) {
   __m256 v[4];
-  __m256i q[4];
   load_32(v, x);
   uint32_t largest = largest_bits(v);
-  float d = 0, inverse = 0;
-  bool finite = largest < CLB_INF_BITS;
-  if (finite && largest >= CLB_FAST_TINY_BITS) {
-    d = float_of(largest) / 127;
-    inverse = 127 / float_of(largest);
-  }
-  __m256 keep = _mm256_castsi256_ps(_mm256_set1_epi32(finite ? -1 : 0));
+  clb_fast_step step = clb_fast_step_of(largest, largest_code);
+  __m256 keep = _mm256_castsi256_ps(_mm256_set1_epi32(largest < CLB_INF_BITS ? -1 : 0));
   UNROLL for (int i = 0; i < 4; i++) {
-    q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_and_ps(v[i], keep), _mm256_set1_ps(inverse)));
+    q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_and_ps(v[i], keep), _mm256_set1_ps(step.inverse)));
   }
+  return step.d;
+}
+
+INLINE void quantize_block_8(clb_fast_x8 *dst, size_t b, const float *x) {
+  __m256i q[4];
+  float d = codes_of(q, x, CLB_FAST_MAX_8);
   __m256i codes = pack_32(q[0], q[1], q[2], q[3]);
   _mm256_storeu_si256((__m256i *)(void *)(dst->q + 32 * b), codes);
   int low = sum_of_16(_mm256_castsi256_si128(codes)), high = sum_of_16(_mm256_extracti128_si256(codes, 1));
   dst->half[2 * b] = (int16_t)low;
   dst->half[2 * b + 1] = (int16_t)high;
   dst->sum[b] = low + high;
-  dst->d[b] = finite ? d : NAN;
-  dst->s[b] = dst->d[b] * (float)(low + high);
+  dst->d[b] = d;
+  dst->s[b] = d * (float)(low + high);
 }
 
-X86 static void quantize(clb_fast_x *dst, const float *x, size_t n) {
-  for (size_t i = 0; i < n; i += 32) quantize_block(dst + i / CLB_FAST_GROUP, i / 32 % CLB_FAST_BLOCKS, x + i);
+// Of 16 integers of 32 bits each, in order: as they are, their upper halves, their lower halves.
+INLINE __m256i pack_16(__m256i a, __m256i b) {
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
+}
+INLINE __m256i pack_high_16(__m256i a, __m256i b) {
+  return pack_16(_mm256_srai_epi32(a, 16), _mm256_srai_epi32(b, 16));
+}
+INLINE __m256i pack_low_16(__m256i a, __m256i b) {
+  return pack_high_16(_mm256_slli_epi32(a, 16), _mm256_slli_epi32(b, 16));
+}
+
+INLINE void quantize_block_16(clb_fast_x16 *dst, size_t b, const float *x) {
+  __m256i q[4];
+  float d = codes_of(q, x, CLB_FAST_MAX_16);
+  __m256i low = pack_16(q[0], q[1]), high = pack_16(q[2], q[3]), ones = _mm256_set1_epi16(1);
+  __m256i even = pack_low_16(low, high), odd = pack_high_16(low, high);
+  _mm256_storeu_si256((__m256i *)(void *)(dst->q + 32 * b), even);
+  _mm256_storeu_si256((__m256i *)(void *)(dst->q + 32 * b + 16), odd);
+  __m256i sums = _mm256_madd_epi16(_mm256_add_epi16(even, odd), ones);
+  int first = sum_of_4(_mm256_castsi256_si128(sums)), second = sum_of_4(_mm256_extracti128_si256(sums, 1));
+  dst->half[clb_fast_half_at(b, 0)] = first;
+  dst->half[clb_fast_half_at(b, 1)] = second;
+  dst->d[b] = d;
+  dst->s[b] = d * (float)(first + second);
+}
+
+X86 static void quantize_8(clb_fast_x8 *dst, const float *x, size_t n) {
+  for (size_t i = 0; i < n; i += 32) quantize_block_8(dst + i / CLB_FAST_GROUP, i / 32 % CLB_FAST_BLOCKS, x + i);
+}
+
+X86 static void quantize_16(clb_fast_x16 *dst, const float *x, size_t n) {
+  for (size_t i = 0; i < n; i += 32) quantize_block_16(dst + i / CLB_FAST_GROUP, i / 32 % CLB_FAST_BLOCKS, x + i);
 }
 
 // Half away from zero, as gguf-py rounds.
@@ -726,11 +922,13 @@ X86 static void to_q4_0(uint8_t *dst, const float *x, size_t n_blocks) {
 // ---------------------------------------------------------------------------------------------------------------------
 // The set
 
+#define ENTRY(name, ...) product_##name,
+
 static const clb_fast_kernels kernels = {
     .name = SET_NAME,
-    .quantize = quantize,
+    .quantize_8 = quantize_8,
+    .quantize_16 = quantize_16,
     .to_q8_0 = to_q8_0,
     .to_q4_0 = to_q4_0,
-    .product = {product_q4_0, product_q4_1, product_q5_0, product_q5_1, product_q8_0, product_q2_k, product_q3_k,
-                product_q4_k, product_q5_k, product_q6_k, product_iq4_nl, product_iq4_xs, product_mxfp4},
+    .product = {CLB_FAST_TYPES(ENTRY)},
 };

@@ -19,6 +19,7 @@ from c_programs import ASAN, DEBUG, RUNTIME, TEST_C, compile_c, sanitizer
 from engine_models import make_model
 from test_colibri_run import colibri_run, program
 
+from colibri_tools.container import Role
 from colibri_tools.engine import Drive, Engine, Memory, advise, estimate, wants_probe
 from colibri_tools.errors import JobError
 from colibri_tools.run import run
@@ -306,6 +307,41 @@ def test_the_parts_add_up_and_the_cache_gets_what_is_left(model: Path) -> None:
         assert m.reserve_bytes == 0
     rows = estimate(model, ctx=64, logits_rows=50)
     assert rows.other_bytes == estimate(model, ctx=64, logits_rows=1).other_bytes + 49 * 131 * 4
+
+
+# Bytes of up to 256 activations of 8 and of 16 bits (csrc/fast_internal.h).
+CODES_8, CODES_16 = 384, 640
+
+
+@pytest.mark.parametrize(
+    ("options", "a_token"),
+    [
+        ({}, 0),
+        ({"expert_dtypes": ("f16", "bf16"), "dtypes": {Role.ROUTER: "q8_0"}}, 0),
+        ({"expert_dtypes": ("q4_0",)}, 2 * CODES_8),  # normed, and the rows of a group of experts
+        ({"expert_dtypes": ("q8_0",)}, 2 * CODES_16),
+        ({"expert_dtypes": ("q8_0", "f32", "q4_0")}, 2 * (CODES_8 + CODES_16)),
+        ({"dtypes": {Role.OUTPUT: "q8_0"}}, CODES_16),
+        ({"dtypes": {Role.ATTN_Q: "q8_0", Role.ATTN_V: "q5_1"}}, CODES_8 + CODES_16),
+        ({"dtypes": {Role.ATTN_O: "q4_1"}}, CODES_8),
+        ({"dtypes": {Role.SHARED_UP: "q5_0"}, "shared_width": 32}, CODES_8),
+        ({"dtypes": {Role.SHARED_DOWN: "q8_0"}, "shared_width": 32}, CODES_16),
+        (
+            {"dtypes": {Role.DENSE_GATE: "q8_0", Role.DENSE_DOWN: "q4_0"}}
+            | {"dense_width": 64, "moe_layers": [1, 0, 1]},
+            CODES_16 + CODES_8,
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_scratch_has_room_for_the_activations_that_the_weights_take(
+    tmp_path: Path, options: dict[str, Any], a_token: int
+) -> None:
+    """Beyond exact precision's. 64 tokens: sums of whole units that scratch is rounded up to."""
+    path = make_model(tmp_path / "model.colibri", **options)
+    common = {"ctx": 256, "batch_size": 64, "kv_type": "f32"}
+    exact, fast = (estimate(path, precision=p, **common) for p in ("exact", "fast"))
+    assert fast.scratch_bytes - exact.scratch_bytes == 64 * a_token
 
 
 def test_the_default_is_what_is_available_less_a_reserve(model: Path) -> None:

@@ -39,10 +39,34 @@ EXACT = [
     T.F32, T.F16, T.BF16, T.IQ1_S, T.IQ1_M, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.IQ3_S,
     T.TQ1_0, T.TQ2_0, T.NVFP4,
 ]  # fmt: skip
-GROUP = np.dtype(
-    [("q", "i1", 256), ("d", "f4", 8), ("s", "f4", 8), ("sum", "i4", 8), ("half", "i2", 16)]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A clb_fast_x_kind: its value, 256 activations of it, and the largest code."""
+
+    value: int
+    group: np.dtype
+    most: int
+
+
+Q8 = Kind(
+    1,
+    np.dtype(
+        [("q", "i1", 256), ("d", "f4", 8), ("s", "f4", 8), ("sum", "i4", 8), ("half", "i2", 16)]
+    ),
+    127,
+)
+Q16 = Kind(
+    2, np.dtype([("q", "i2", 256), ("d", "f4", 8), ("s", "f4", 8), ("half", "i4", 16)]), 16383
 )
 
+
+def kind_of(t: T) -> Kind:
+    return Q16 if t in (T.Q8_0, T.Q6_K) else Q8
+
+
+by_kind = pytest.mark.parametrize("kind", [Q8, Q16], ids=["q8", "q16"])
 by_type = pytest.mark.parametrize("t", FAST, ids=lambda t: t.name.lower())
 
 P, SIZE, U32 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint32
@@ -54,7 +78,7 @@ SIGNATURES = {
     "clb_fast_kind": (ctypes.c_int, [U32]),
     "clb_fast_x_bytes": (SIZE, [ctypes.c_int, SIZE]),
     "clb_fast_quantize_x": (None, [P, ctypes.c_int, P, P, SIZE]),
-    "clb_fast_quantize_with": (None, [P, P, P, SIZE]),
+    "clb_fast_quantize_with": (None, [P, ctypes.c_int, P, P, SIZE]),
     "clb_fast_matmul_rows": (
         ctypes.c_int,
         [P, U32, P, SIZE, SIZE, SIZE, SIZE, P, SIZE, P, SIZE, SIZE, P, SIZE],
@@ -108,18 +132,18 @@ class Kernels:
     lib: ctypes.CDLL
     handle: int
 
-    def quantize(self, x: np.ndarray) -> np.ndarray:
-        """x [n_tokens, n_cols] f32 -> [n_tokens, n_groups] GROUP"""
+    def quantize(self, kind: Kind, x: np.ndarray) -> np.ndarray:
+        """x [n_tokens, n_cols] f32 -> [n_tokens, n_groups] kind.group"""
         n_tokens, n_cols = x.shape
-        stride = self.lib.clb_fast_x_bytes(1, n_cols)
-        assert stride == -(-n_cols // 256) * GROUP.itemsize
-        qx = aligned((n_tokens, stride // GROUP.itemsize), GROUP)
+        stride = self.lib.clb_fast_x_bytes(kind.value, n_cols)
+        assert stride == -(-n_cols // 256) * kind.group.itemsize
+        qx = aligned((n_tokens, stride // kind.group.itemsize), kind.group)
         for i in range(n_tokens):
-            self.lib.clb_fast_quantize_with(self.handle, ptr(qx[i]), ptr(x[i]), n_cols)
+            self.lib.clb_fast_quantize_with(self.handle, kind.value, ptr(qx[i]), ptr(x[i]), n_cols)
         return qx
 
     def multiply(self, t: T, w: np.ndarray, qx: np.ndarray, n_cols: int) -> np.ndarray:
-        """w [n_rows, row_bytes] u8, qx [n_tokens, n_groups] GROUP -> [n_tokens, n_rows] f32"""
+        """w [n_rows, row_bytes] u8, qx [n_tokens, n_groups] of its kind -> [n_tokens, n_rows]"""
         y = np.full((len(qx), len(w)), -1, np.float32)
         done = self.lib.clb_fast_product_with(
             self.handle, t, ptr(w), w.shape[1], n_cols, 0, len(w),
@@ -174,10 +198,18 @@ def weights_of(t: T, w: np.ndarray) -> np.ndarray:
     return quants.dequantize(np.ascontiguousarray(w), t).astype(np.float64).reshape(len(w), -1)
 
 
+def codes_of(qx: np.ndarray) -> np.ndarray:
+    """[n_tokens, n_groups, 8, 32] i4, in order; of 16 bits, even columns are stored first"""
+    q = qx["q"].astype(np.int32).reshape(*qx.shape, 8, 32)
+    if qx["q"].dtype == np.int8:
+        return q
+    return q.reshape(*qx.shape, 8, 2, 16).swapaxes(-1, -2).reshape(q.shape)
+
+
 def activations_of(qx: np.ndarray, n_cols: int) -> np.ndarray:
     """[n_tokens, n_cols] f64"""
-    q = qx["q"].astype(np.float64).reshape(*qx.shape, 8, 32)
-    return (q * qx["d"].astype(np.float64)[..., None]).reshape(len(qx), -1)[:, :n_cols]
+    x = codes_of(qx) * qx["d"].astype(np.float64)[..., None]
+    return x.reshape(len(qx), -1)[:, :n_cols]
 
 
 def without_minimums(t: T, w: np.ndarray) -> np.ndarray:
@@ -192,33 +224,43 @@ def without_minimums(t: T, w: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n_cols", [32, 96, 256, 288, 2048])
-def test_activations_are_within_half_a_step(kernels: Kernels, n_cols: int) -> None:
+@by_kind
+def test_activations_are_within_half_a_step(kernels: Kernels, kind: Kind, n_cols: int) -> None:
     x = random_x(3, n_cols) * np.float32(10) ** np.arange(-2, 1)[:, None].astype(np.float32)
-    qx = kernels.quantize(x)
+    qx = kernels.quantize(kind, x)
     blocks = x.reshape(3, -1, 32)
     largest = abs(blocks).max(axis=2)
     d = qx["d"].reshape(3, -1)
-    np.testing.assert_array_equal(d[:, : n_cols // 32], largest / np.float32(127))
-    assert abs(qx["q"].astype(int)).max() == 127
-    # Half a step, and the rounding of two quotients of at most 127.
+    np.testing.assert_array_equal(d[:, : n_cols // 32], largest / np.float32(kind.most))
+    assert abs(codes_of(qx)).max() == kind.most
+    # Half a step, and the rounding of two quotients of at most the largest code.
     error = abs(activations_of(qx, n_cols) - x).reshape(blocks.shape)
-    assert (error <= d[:, : n_cols // 32, None] * (0.5 + 127 * 2**-22)).all()
+    assert (error <= d[:, : n_cols // 32, None] * (0.5 + kind.most * 2**-22)).all()
 
 
-def test_sums_go_with_the_codes_and_the_rest_is_zero(kernels: Kernels) -> None:
-    qx = kernels.quantize(random_x(2, 288))
-    codes = qx["q"].astype(np.int32).reshape(2, 2, 8, 32)
-    np.testing.assert_array_equal(qx["sum"], codes.sum(axis=3))
-    np.testing.assert_array_equal(qx["half"], codes.reshape(2, 2, 16, 16).sum(axis=3))
-    np.testing.assert_array_equal(qx["s"], qx["d"] * qx["sum"].astype(np.float32))
+@by_kind
+def test_sums_go_with_the_codes_and_the_rest_is_zero(kernels: Kernels, kind: Kind) -> None:
+    qx = kernels.quantize(kind, random_x(2, 288))
+    codes = codes_of(qx)
+    halves = codes.reshape(2, 2, 8, 2, 16).sum(axis=4)
+    if kind is Q8:
+        np.testing.assert_array_equal(qx["sum"], codes.sum(axis=3))
+    else:  # the first halves of 4 blocks, then the second ones
+        halves = halves.reshape(2, 2, 2, 4, 2).swapaxes(3, 4)
+    np.testing.assert_array_equal(qx["half"], halves.reshape(2, 2, 16))
+    np.testing.assert_array_equal(qx["s"], qx["d"] * codes.sum(axis=3).astype(np.float32))
     assert not qx[:, 1]["q"][:, 32:].any()
     assert not qx[:, 1]["d"][:, 1:].any()
+    assert not codes[:, 1, 1:].any()
+    assert not qx[:, 1]["s"][:, 1:].any()
 
 
-def test_ties_go_to_even(kernels: Kernels) -> None:
+@by_kind
+def test_ties_go_to_even(kernels: Kernels, kind: Kind) -> None:
     x = np.zeros((1, 32), np.float32)
-    x[0, :7] = [127, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]
-    assert kernels.quantize(x)["q"][0, 0, :7].tolist() == [127, 0, 2, 2, 0, -2, -2]
+    x[0, :7] = [kind.most, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]
+    codes = codes_of(kernels.quantize(kind, x))[0, 0, 0]
+    assert codes[:7].tolist() == [kind.most, 0, 2, 2, 0, -2, -2]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -228,24 +270,25 @@ def test_a_nan_or_infinity_spoils_its_token_and_no_other(
 ) -> None:
     x = random_x(6, 256)
     x[2, 77] = bad
-    y = kernels.multiply(t, random_rows(t, 9, 256), kernels.quantize(x), 256)
+    y = kernels.multiply(t, random_rows(t, 9, 256), kernels.quantize(kind_of(t), x), 256)
     assert np.isnan(y[2]).all()
     assert np.isfinite(np.delete(y, 2, axis=0)).all()
 
 
-def test_extreme_activations(kernels: Kernels) -> None:
+@by_kind
+def test_extreme_activations(kernels: Kernels, kind: Kind) -> None:
     """Nothing, subnormals, numbers near the largest: finite, with a step that fits them."""
     x = np.zeros((5, 32), np.float32)
     x[1, 3] = 2**-140
     x[2, 3] = -(2.0**-100)
     x[3, 3] = 3e38
     x[4] = np.float32(2**-126)
-    qx = kernels.quantize(x)
+    qx = kernels.quantize(kind, x)
+    most = np.float32(kind.most)
     assert qx["d"][:, 0, 0].tolist() == [
-        0.0, 0.0, float(np.float32(2**-100) / np.float32(127)),
-        float(np.float32(3e38) / np.float32(127)), 0.0,
+        0.0, 0.0, float(np.float32(2**-100) / most), float(np.float32(3e38) / most), 0.0,
     ]  # fmt: skip
-    assert qx["q"][:, 0, 3].tolist() == [0, 0, -127, 127, 0]
+    assert codes_of(qx)[:, 0, 0, 3].tolist() == [0, 0, -kind.most, kind.most, 0]
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -257,12 +300,14 @@ def test_products_equal_float64(kernels: Kernels, t: T, n_cols: int) -> None:
     """Of the decoded weights and activations.
 
     An element is the sum of two terms a block, n / 256 + 3 roundings deep, each with a product or
-    two of its own: below (n / 256 + 8) * 2^-23 of the sum of magnitudes.
+    two of its own and, with activations of 16 bits, a conversion: below (n / 256 + 8) * 2^-23 of
+    the sum of magnitudes.
     """
     if n_cols % gguf.GGML_QUANT_SIZES[t][0]:
         pytest.skip("blocks of 256")
     n_rows, n_tokens = 9, 6
-    w, qx = random_rows(t, n_rows, n_cols), kernels.quantize(random_x(n_tokens, n_cols))
+    w = random_rows(t, n_rows, n_cols)
+    qx = kernels.quantize(kind_of(t), random_x(n_tokens, n_cols))
     weights, x = weights_of(t, w), activations_of(qx, n_cols)
     scaled = weights_of(t, without_minimums(t, w))
     magnitude = abs(x) @ (abs(scaled) + abs(weights - scaled)).T
@@ -274,13 +319,13 @@ def test_products_equal_float64(kernels: Kernels, t: T, n_cols: int) -> None:
 
 @by_type
 def test_largest_codes_do_not_saturate(kernels: Kernels, t: T) -> None:
-    """All codes the same, at both ends, with activations of 127 of either sign."""
+    """All codes the same, at both ends, with the largest activations of either sign."""
     n_weights, n_bytes = gguf.GGML_QUANT_SIZES[t]
     x = np.ones((5, 256), np.float32)
     x[1] = -1
     x[2, ::2] = -1
     x[3, 128:] = -1
-    qx = kernels.quantize(x)
+    qx = kernels.quantize(kind_of(t), x)
     for value in (0x00, 0x7F, 0x80, 0x81, 0xFF, 0x0F, 0xF0):
         blocks = np.full((256 // n_weights, n_bytes), value, np.uint8)
         for offset in SCALES[t]:
@@ -298,10 +343,22 @@ def test_largest_codes_do_not_saturate(kernels: Kernels, t: T) -> None:
 def test_q8_0_of_minus_128_is_exact(kernels: Kernels) -> None:
     blocks = np.full((1, 34), 0x80, np.uint8)
     set_f16(blocks, 0, np.ones(1))
-    x = np.full((4, 32), 127, np.float32)
+    x = np.full((4, 32), Q16.most, np.float32)
     for n_tokens in (1, 4):
-        y = kernels.multiply(T.Q8_0, blocks, kernels.quantize(x[:n_tokens]), 32)
-        assert (y == -128 * 127 * 32).all()
+        y = kernels.multiply(T.Q8_0, blocks, kernels.quantize(Q16, x[:n_tokens]), 32)
+        assert (y == -128 * Q16.most * 32).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_of_q6_k_fit_32_bits(kernels: Kernels, sign: int) -> None:
+    """Codes of -32, sub-scales of -128: 8 blocks of 2^31 - 2^17, which are floats."""
+    blocks = np.zeros((1, 210), np.uint8)
+    blocks[:, 192:208] = 0x80
+    set_f16(blocks, 208, np.ones(1))
+    x = np.full((4, 256), sign * Q16.most, np.float32)
+    for n_tokens in (1, 4):
+        y = kernels.multiply(T.Q6_K, blocks, kernels.quantize(Q16, x[:n_tokens]), 256)
+        assert (y == sign * 8 * (2**31 - 2**17)).all()
 
 
 @by_type
@@ -312,7 +369,7 @@ def test_scales_of_zero(kernels: Kernels, t: T) -> None:
         w[:, offset : offset + 2] = 0
     if t in (T.Q4_1, T.Q5_1, T.Q4_0, T.Q5_0, T.Q8_0, T.IQ4_NL, T.MXFP4):
         w[:] = 0
-    y = kernels.multiply(t, w, kernels.quantize(random_x(5, 256)), 256)
+    y = kernels.multiply(t, w, kernels.quantize(kind_of(t), random_x(5, 256)), 256)
     assert (abs(y) < 1e-30).all()  # mxfp4 has no scale of zero, but one of 2^-128
 
 
@@ -323,21 +380,25 @@ def test_a_bad_scale_is_not_hidden(kernels: Kernels, t: T) -> None:
         for offset in SCALES[t]:
             spoilt = w.copy()
             set_f16(spoilt[1:], offset, np.full(1, bad))
-            y = kernels.multiply(t, spoilt, kernels.quantize(random_x(5, 256)), 256)
+            y = kernels.multiply(t, spoilt, kernels.quantize(kind_of(t), random_x(5, 256)), 256)
             assert np.isfinite(y[:, 0]).all()
             assert not np.isfinite(y[:, 1]).any()
 
 
 @by_type
 def test_fast_is_near_exact(best: Kernels, t: T) -> None:
-    """Steps of 2 / 127 of about 2.2 standard deviations, rounded evenly: 0.5 % of the norm."""
+    """Steps of 1 / 127 of about 2.2 standard deviations, rounded evenly: 0.5 % of the norm.
+
+    With 16 bits the steps are 129 times smaller.
+    """
     n_cols = 2048
     w, x = random_rows(t, 64, n_cols), random_x(8, n_cols)
-    y = best.multiply(t, w, best.quantize(x), n_cols)
+    kind = kind_of(t)
+    y = best.multiply(t, w, best.quantize(kind, x), n_cols)
     weights = weights_of(t, w)
     error = np.linalg.norm(y - x @ weights.T)
     expected = np.linalg.norm(weights) * np.sqrt(len(x))  # of products with unit variance
-    assert 0.002 < error / expected < 0.008
+    assert 0.002 < error / expected * kind.most / 127 < 0.008
 
 
 # --- the interface --------------------------------------------------------------------------------
@@ -363,7 +424,7 @@ def public_product(
 def test_public_functions_agree_for_both_kernels(lib: ctypes.CDLL, t: T) -> None:
     x, w = random_x(5, 256), random_rows(t, 9, 256)
     kind = lib.clb_fast_kind(t)
-    assert kind == 1
+    assert kind == kind_of(t).value
     results = []
     for k in (lib.clb_kernels_scalar(), lib.clb_kernels_best()):
         qx = aligned((5, lib.clb_fast_x_bytes(kind, 256)), np.uint8)
@@ -372,7 +433,7 @@ def test_public_functions_agree_for_both_kernels(lib: ctypes.CDLL, t: T) -> None
         results.append(public_product(lib, k, t, w, qx, None))
     np.testing.assert_array_equal(results[0], results[1])
     groups = Kernels(lib, lib.clb_fast_by_name(b"scalar"))
-    expected = groups.multiply(t, w, groups.quantize(x), 256)
+    expected = groups.multiply(t, w, groups.quantize(kind_of(t), x), 256)
     np.testing.assert_array_equal(results[0], expected)
 
 

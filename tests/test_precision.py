@@ -29,6 +29,10 @@ FAST_TYPES = [
 ]
 
 
+# Those whose activations have 16 bits.
+FINE_TYPES = {_T.Q8_0, _T.Q6_K}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Quantized and float matrices side by side; every kind of layer at once."""
@@ -103,7 +107,7 @@ def test_every_type_is_fast_and_near_exact(
 
     Two layers deep, a per cent of the logits' range is seen; a wrong scale or a block out of place
     gives more than half of it. The router's choices differ where its scores are nearly equal, so
-    the median over positions is judged.
+    the median over positions is judged. With activations of 16 bits all of it is 129 times less.
     """
     spec = tm.wide_spec("qwen2_moe", layers=1, experts=2, vocab=61)
     path = containers.gguf("qwen2_moe", spec, types=kind)
@@ -111,9 +115,38 @@ def test_every_type_is_fast_and_near_exact(
     exact, fast = logits(path, tokens), logits(path, tokens, precision="fast", kv_type="f32")
     assert not np.array_equal(fast, exact)
     spread = exact.max(axis=-1) - exact.min(axis=-1)
-    assert float(np.median(np.abs(fast - exact).max(axis=-1) / spread)) < 0.02
+    bound = 0.02 * (127 / 16383 if kind in FINE_TYPES else 1)
+    assert float(np.median(np.abs(fast - exact).max(axis=-1) / spread)) < bound
     with Engine(path, precision="fast", kv_type="f32", threads=2, batch_size=5) as engine:
         assert np.array_equal(engine.forward(tokens), fast)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "llama4"])
+def test_matrices_that_share_an_input_may_be_of_any_types(
+    containers: Containers, family: str
+) -> None:
+    """Some take activations of 16 bits, some of 8, some floats; llama4 scales its experts' inputs.
+
+    Bounds as in the test of each type: the coarsest of them decides.
+    """
+    kinds = {"gate": _T.Q8_0, "up": _T.Q4_0, "q": _T.BF16, "k": _T.Q6_K, "v": _T.Q4_K}
+
+    def by_name(name: str) -> GGMLQuantizationType:
+        if "down" in name or "output" in name:  # another one in every layer
+            return (_T.Q6_K, _T.Q5_1)["blk.1." in name]
+        return next((kind for part, kind in kinds.items() if f"_{part}" in name), _T.Q8_0)
+
+    spec = tm.wide_spec(family, layers=2, experts=4, vocab=61)
+    path = containers.gguf(family, spec, types=by_name)
+    tokens = tm.prompt(24, 61)
+    exact, fast = logits(path, tokens), logits(path, tokens, precision="fast", kv_type="f32")
+    assert not np.array_equal(fast, exact)
+    spread = exact.max(axis=-1) - exact.min(axis=-1)
+    assert float(np.median(np.abs(fast - exact).max(axis=-1) / spread)) < 0.02
+    for batch_size, threads in ((1, 1), (5, 2)):
+        options = {"batch_size": batch_size, "threads": threads}
+        with Engine(path, precision="fast", kv_type="f32", **options) as engine:
+            assert np.array_equal(engine.forward(tokens), fast), options
 
 
 def test_fast_leaves_float_weights_and_routers_exact(tmp_path: Path) -> None:
@@ -144,16 +177,24 @@ def text_ids() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bound"), [(_T.Q8_0, 2e-3), (_T.Q4_0, 4e-3), (_T.MXFP4, 4e-3)], ids=lambda v: str(v)
+    ("kind", "bound", "same"),
+    [(_T.Q8_0, 1e-4, 0.99), (_T.Q4_0, 4e-3, 0.97), (_T.MXFP4, 4e-3, 0.97)],
+    ids=lambda v: str(v),
 )
 def test_fast_is_near_exact_on_the_trained_model(
-    containers: Containers, text_ids: list[int], kind: GGMLQuantizationType, bound: float
+    containers: Containers,
+    text_ids: list[int],
+    kind: GGMLQuantizationType,
+    bound: float,
+    same: float,
 ) -> None:
-    """The KL of fast to exact, both with the same quantized weights.
+    """The KL of fast to exact, both with the same quantized weights, and how many top-1 agree.
 
-    About 6e-4 (q8_0) to 2e-3 (4 bits) is seen, most of it from the few positions where two experts
-    are nearly equal and another one is chosen; the bounds leave two to three times that. Dropping
-    the block scales' last bits, or one block in a hundred, gives more than 1e-2.
+    About 8e-4 to 2e-3 is seen with weights of 4 bits and activations of 8, most of it from the few
+    positions where two experts are nearly equal and another one is chosen; the bounds leave two
+    to five times that. With q8_0, whose activations have 16 bits, it is 2e-7, or 1e-5 when a single
+    position chooses another expert. Dropping the block scales' last bits, or one block in a
+    hundred, gives more than 1e-2.
     """
     source = ROOT / "fixtures/tiny-moe"
     spec = tm.read_spec(source)
@@ -163,7 +204,7 @@ def test_fast_is_near_exact_on_the_trained_model(
     path = containers.from_source(file)
     exact, fast = logits(path, text_ids), logits(path, text_ids, precision="fast")
     assert 0 < kl_divergence(exact, fast).mean() < bound
-    assert (exact.argmax(axis=-1) == fast.argmax(axis=-1)).mean() > 0.97
+    assert (exact.argmax(axis=-1) == fast.argmax(axis=-1)).mean() > same
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,26 @@ typedef struct {
   size_t n_bytes;
 } clb_arena;
 
-// Rows of activations: as floats, and in fast precision as clb_quantize leaves them. A product takes what suits it.
+// Forms of activations, a set: bit k for the clb_fast_x_kind k, bit 0 for floats.
+typedef uint8_t clb_kinds;
+
+// Rows of activations: as floats, and in fast precision as clb_quantize leaves them, by kind; NULL and 0 for a kind
+// that no layer needs. A product takes what suits it.
 typedef struct {
-  float *x;        // [n, ld]
-  uint8_t *codes;  // [n, code_bytes], or NULL in exact precision
-  size_t ld, code_bytes;
+  float *x;                          // [n, ld]
+  uint8_t *codes[CLB_FAST_X_KINDS];  // [n, code_bytes]
+  size_t ld, code_bytes[CLB_FAST_X_KINDS];
 } clb_rows;
+
+// What the weights of a layer need of the activations that they read.
+typedef struct {
+  clb_kinds attention;     // normed
+  clb_kinds q_latent;      // q_latent
+  clb_kinds attended;      // attended
+  clb_kinds feed_forward;  // normed, for all experts and for what all tokens go through
+  clb_kinds experts;       // gathered
+  clb_kinds hidden, wide;  // hidden, wide
+} clb_layer_kinds;
 
 typedef struct {
   float *x;             // [B, H] the residual stream
@@ -147,7 +161,8 @@ typedef struct {
   clb_file file;
 
   clb_arena resident, vectors, kv_memory, scratch_memory;
-  clb_layer *layers;  // [n_layers]
+  clb_layer *layers;       // [n_layers]
+  clb_layer_kinds *kinds;  // [n_layers]
   clb_matrix token_embd, output;
   const float *output_norm, *output_norm_bias, *output_bias;
   bool embedding_on_demand;  // token_embd.data is NULL; rows are read when needed
@@ -243,11 +258,14 @@ void clb_linear_run(clb_engine *e, const clb_linear *linears, size_t n);
 // Rows from `row` on.
 clb_rows clb_rows_from(clb_rows rows, size_t row);
 
-// Makes the codes of n rows of n_cols, where there are any to make: codes are for quantized weights in fast precision.
-void clb_quantize(clb_engine *e, clb_rows rows, size_t n, size_t n_cols);
+// Makes the codes of n rows of n_cols, of these kinds.
+void clb_quantize(clb_engine *e, clb_rows rows, size_t n, size_t n_cols, clb_kinds kinds);
 
-// Whether products with w take codes.
-bool clb_takes_codes(const clb_engine *e, const clb_matrix *w);
+// kinds.c: what products with weights of a type take, a set of one; what those of every layer take (fills e->kinds);
+// and of all layers together, the output matrix counting as attention.
+clb_kinds clb_kinds_of(const clb_engine *e, uint32_t type);
+colibri_status clb_kinds_plan(clb_engine *e);
+clb_layer_kinds clb_kinds_of_all(const clb_engine *e);
 
 double clb_seconds(void);  // of a monotonic clock
 

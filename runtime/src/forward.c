@@ -263,13 +263,13 @@ static void attention_block(clb_engine *e, size_t i, const clb_batch *batch) {
   const clb_scratch *s = &e->scratch;
   const size_t n = batch->n_tokens;
   norm(e, l->attn_norm, l->attn_norm_bias, 0, n, 0);
-  clb_quantize(e, s->normed, n, g->hidden);
+  clb_quantize(e, s->normed, n, g->hidden, e->kinds[i].attention);
   if (g->attention == CLB_ATTENTION_MLA) {
     clb_mla(e, i, batch);
   } else {
     gqa(e, i, batch);
   }
-  clb_quantize(e, s->attended, n, l->o.cols);
+  clb_quantize(e, s->attended, n, l->o.cols, e->kinds[i].attended);
   const clb_linear o = {
       .w = &l->o, .bias = l->o_bias, .x = s->attended, .y = s->projected, .ldy = g->hidden, .n_tokens = n};
   clb_linear_run(e, &o, 1);
@@ -348,7 +348,7 @@ static colibri_status head(clb_engine *e, const clb_batch *batch) {
     norm(e, e->output_norm, e->output_norm_bias, end - span->n_logits, span->n_logits, n_rows);
     n_rows += span->n_logits;
   }
-  clb_quantize(e, e->scratch.normed, n_rows, e->graph.hidden);
+  clb_quantize(e, e->scratch.normed, n_rows, e->graph.hidden, clb_kinds_of(e, e->output.type));
   multiply_head(e, batch);
   for (size_t i = 0; i < batch->n_spans; i++) CLB_TRY(finish_logits(e, &batch->spans[i]));
   return COLIBRI_OK;
@@ -359,7 +359,7 @@ static colibri_status layer(clb_engine *e, size_t i, const clb_batch *batch) {
   const layer_start before = start_layer(e);
   attention_block(e, i, batch);
   clb_ffn_norm(e, i, batch->n_tokens);
-  clb_quantize(e, e->scratch.normed, batch->n_tokens, e->graph.hidden);
+  clb_quantize(e, e->scratch.normed, batch->n_tokens, e->graph.hidden, e->kinds[i].feed_forward);
   e->metrics.attention_seconds += clb_seconds() - start;
   if (e->graph.layers[i].moe) {
     CLB_TRY(clb_moe(e, i, batch->n_tokens));

@@ -13,18 +13,17 @@ enum {
 
 clb_rows clb_rows_from(clb_rows rows, size_t row) {
   rows.x += row * rows.ld;
-  if (rows.codes) rows.codes += row * rows.code_bytes;
+  for (size_t kind = 0; kind < CLB_FAST_X_KINDS; kind++) {
+    if (rows.codes[kind]) rows.codes[kind] += row * rows.code_bytes[kind];
+  }
   return rows;
-}
-
-bool clb_takes_codes(const clb_engine *e, const clb_matrix *w) {
-  return e->precision == COLIBRI_FAST && clb_fast_kind(w->type) != CLB_FAST_X_NONE;
 }
 
 typedef struct {
   const clb_engine *engine;
   clb_rows rows;
   size_t n, n_cols, rows_per_task;
+  clb_kinds kinds;
 } quantize_job;
 
 static void quantize_task(void *context, size_t task, size_t worker) {
@@ -33,14 +32,17 @@ static void quantize_task(void *context, size_t task, size_t worker) {
   const size_t end = (task + 1) * job->rows_per_task;
   for (size_t i = task * job->rows_per_task; i < end && i < job->n; i++) {
     const clb_rows row = clb_rows_from(job->rows, i);
-    clb_fast_quantize_x(job->engine->kernels, CLB_FAST_X_Q8, row.codes, row.x, job->n_cols);
+    for (clb_fast_x_kind kind = CLB_FAST_X_NONE + 1; kind < CLB_FAST_X_KINDS; kind++) {
+      if (!(job->kinds >> kind & 1)) continue;
+      clb_fast_quantize_x(job->engine->kernels, kind, row.codes[kind], row.x, job->n_cols);
+    }
   }
 }
 
-void clb_quantize(clb_engine *e, clb_rows rows, size_t n, size_t n_cols) {
-  if (!rows.codes || n_cols % 32 != 0) return;  // rows of quantized weights are multiples of 32
+void clb_quantize(clb_engine *e, clb_rows rows, size_t n, size_t n_cols, clb_kinds kinds) {
+  if (kinds >> (CLB_FAST_X_NONE + 1) == 0) return;
   const size_t step = SERIAL_QUANTIZE / n_cols + 1;
-  quantize_job job = {.engine = e, .rows = rows, .n = n, .n_cols = n_cols, .rows_per_task = step};
+  quantize_job job = {.engine = e, .rows = rows, .n = n, .n_cols = n_cols, .rows_per_task = step, .kinds = kinds};
   clb_pool_run(e->pool, quantize_task, &job, (n + step - 1) / step);
 }
 
@@ -64,8 +66,9 @@ static void multiply(const clb_engine *e, const clb_linear *l, const clb_matrix 
     clb_matmul_rows(e->kernels, w->type, w->data, w->row_bytes, w->cols, row0, row1, l->x.x, l->x.ld, l->n_tokens, y,
                     l->ldy);
   } else {
-    clb_fast_matmul_rows(e->kernels, w->type, w->data, w->row_bytes, w->cols, row0, row1, l->x.codes, l->x.code_bytes,
-                         l->x.x, l->x.ld, l->n_tokens, y, l->ldy);
+    const clb_fast_x_kind kind = clb_fast_kind(w->type);
+    clb_fast_matmul_rows(e->kernels, w->type, w->data, w->row_bytes, w->cols, row0, row1, l->x.codes[kind],
+                         l->x.code_bytes[kind], l->x.x, l->x.ld, l->n_tokens, y, l->ldy);
   }
 }
 

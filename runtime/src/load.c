@@ -190,12 +190,14 @@ static uint32_t *take_ids(uint8_t *base, uint64_t *used, uint64_t n) {
   return take(base, used, n * sizeof(uint32_t));
 }
 
-static clb_rows take_rows(const clb_engine *e, uint8_t *base, uint64_t *used, uint64_t n, uint64_t n_cols) {
+static clb_rows take_rows(uint8_t *base, uint64_t *used, uint64_t n, uint64_t n_cols, clb_kinds kinds) {
   clb_rows rows = {.ld = n_cols};
   rows.x = take_floats(base, used, n * n_cols);
-  if (e->precision == COLIBRI_EXACT) return rows;
-  rows.code_bytes = clb_fast_x_bytes(CLB_FAST_X_Q8, n_cols);
-  rows.codes = take(base, used, n * rows.code_bytes);
+  for (clb_fast_x_kind kind = CLB_FAST_X_NONE + 1; kind < CLB_FAST_X_KINDS; kind++) {
+    if (!(kinds >> kind & 1)) continue;
+    rows.code_bytes[kind] = clb_fast_x_bytes(kind, n_cols);
+    rows.codes[kind] = take(base, used, n * rows.code_bytes[kind]);
+  }
   return rows;
 }
 
@@ -213,18 +215,18 @@ static void place_attention(clb_engine *e, uint8_t *base, uint64_t *used) {
   s->values = take_floats(base, used, direct ? 0 : e->n_threads * CLB_ATTENTION_CHUNK * d);
 }
 
-static void place_latent(clb_engine *e, uint8_t *base, uint64_t *used) {
+static void place_latent(clb_engine *e, const clb_layer_kinds *kinds, uint8_t *base, uint64_t *used) {
   const clb_graph *g = &e->graph;
   clb_scratch *s = &e->scratch;
   const uint64_t b = e->batch_size;
-  s->q_latent = take_rows(e, base, used, b, g->q_lora);
+  s->q_latent = take_rows(base, used, b, g->q_lora, kinds->q_latent);
   s->kv_latent = take_floats(base, used, b * g->kv_key_dim);
   s->absorbed = take_floats(base, used, b * g->n_heads * g->kv_key_dim);
   s->mixed = take_floats(base, used, b * g->n_heads * g->kv_lora);
   s->latent_row = take_floats(base, used, e->n_threads * g->kv_lora);
 }
 
-static void place_feed_forward(clb_engine *e, uint8_t *base, uint64_t *used) {
+static void place_feed_forward(clb_engine *e, const clb_layer_kinds *kinds, uint8_t *base, uint64_t *used) {
   const clb_graph *g = &e->graph;
   clb_scratch *s = &e->scratch;
   const uint64_t b = e->batch_size, h = g->hidden, group = larger(b, g->top_k);
@@ -232,11 +234,11 @@ static void place_feed_forward(clb_engine *e, uint8_t *base, uint64_t *used) {
   s->router = take_floats(base, used, b * g->max_experts);
   s->selection = take_floats(base, used, g->max_experts);
   s->weights = take_floats(base, used, b * g->top_k);
-  s->gathered = take_rows(e, base, used, group, h);
-  s->hidden = take_rows(e, base, used, group, g->max_width);
+  s->gathered = take_rows(base, used, group, h, kinds->experts);
+  s->hidden = take_rows(base, used, group, g->max_width, kinds->hidden);
   s->up = take_floats(base, used, group * g->max_width);
   s->bias = take_floats(base, used, g->expert_bias ? CLB_MAX_GROUP * (2 * g->max_width + h) : 0);
-  s->wide = take_rows(e, base, used, b, wide);
+  s->wide = take_rows(base, used, b, wide, kinds->wide);
   s->wide_up = take_floats(base, used, b * wide);
   s->pairs = take_floats(base, used, b * g->top_k * h);
   s->chosen = take_ids(base, used, b * g->top_k);
@@ -252,15 +254,16 @@ static uint64_t place_scratch(clb_engine *e, uint8_t *base) {
   clb_scratch *s = &e->scratch;
   const uint64_t b = e->batch_size, h = g->hidden, d = g->head_dim;
   const bool mla = g->attention == CLB_ATTENTION_MLA;
+  const clb_layer_kinds kinds = clb_kinds_of_all(e);
   uint64_t used = 0;
   s->x = take_floats(base, &used, b * h);
-  s->normed = take_rows(e, base, &used, b, h);
+  s->normed = take_rows(base, &used, b, h, kinds.attention | kinds.feed_forward);
   s->q = take_floats(base, &used, b * g->n_heads * d);
   s->k = take_floats(base, &used, mla ? 0 : b * g->n_kv_heads * d);
   s->v = take_floats(base, &used, mla ? 0 : b * g->n_kv_heads * g->value_dim);
-  s->attended = take_rows(e, base, &used, b, g->n_heads * g->value_dim);
+  s->attended = take_rows(base, &used, b, g->n_heads * g->value_dim, kinds.attended);
   s->attn_gate = take_floats(base, &used, g->attention_gate ? b * g->n_heads * g->value_dim : 0);
-  if (mla) place_latent(e, base, &used);
+  if (mla) place_latent(e, &kinds, base, &used);
   s->projected = take_floats(base, &used, b * h);
   s->cos = take_floats(base, &used, g->n_ropes * b * (g->rope_dim / 2));
   s->sin = take_floats(base, &used, g->n_ropes * b * (g->rope_dim / 2));
@@ -269,7 +272,7 @@ static uint64_t place_scratch(clb_engine *e, uint8_t *base) {
   s->position = take_ids(base, &used, b);
   s->row = take(base, &used, e->token_embd.row_bytes);
   place_attention(e, base, &used);
-  place_feed_forward(e, base, &used);
+  place_feed_forward(e, &kinds, base, &used);
   return used;
 }
 
@@ -402,6 +405,7 @@ colibri_status clb_engine_plan(clb_engine *e, const char *path, const colibri_op
   e->output = matrix_of(e->graph.output);
   e->embedding_offset = e->graph.token_embd->offset;
   e->embedding_on_demand = e->graph.output->offset != e->embedding_offset;
+  CLB_TRY(clb_kinds_plan(e));
   return plan_memory(e, options, memory);
 }
 
@@ -664,6 +668,7 @@ void clb_engine_close(clb_engine *e) {
     if (arenas[i]->pages) clb_pages_free(arenas[i]->pages, arenas[i]->n_bytes);
   }
   free(e->layers);
+  free(e->kinds);
   free(e->layer_metrics);
   clb_graph_free(&e->graph);
   clb_container_close(e->mirror);

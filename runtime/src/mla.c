@@ -100,7 +100,7 @@ void clb_mla(clb_engine *e, size_t layer, const clb_batch *batch) {
   clb_linear_run(e, from_hidden, 2);
   clb_pool_run(e->pool, latent_task, &job, n);
   if (low_rank) {
-    clb_quantize(e, s->q_latent, n, g->q_lora);
+    clb_quantize(e, s->q_latent, n, g->q_lora, e->kinds[layer].q_latent);
     clb_linear_run(e, &from_latent, 1);
   }
   clb_pool_run(e->pool, absorb_task, &job, g->n_heads);

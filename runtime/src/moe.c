@@ -138,17 +138,23 @@ static void gather_task(void *context, size_t task, size_t worker) {
     for (size_t j = 0; j < e->graph.hidden; j++) to.x[j] = from.x[j] * weight;
     return;
   }
-  const bool gate_codes = clb_takes_codes(e, &g->gate[i]), up_codes = clb_takes_codes(e, &g->up[i]);
-  if (gate_codes || up_codes) memcpy(to.codes, from.codes, from.code_bytes);
-  if (!gate_codes || !up_codes) memcpy(to.x, from.x, e->graph.hidden * sizeof *to.x);
+  const clb_kinds kinds = clb_kinds_of(e, g->gate[i].type) | clb_kinds_of(e, g->up[i].type);
+  if (kinds >> CLB_FAST_X_NONE & 1) memcpy(to.x, from.x, e->graph.hidden * sizeof *to.x);
+  for (size_t kind = CLB_FAST_X_NONE + 1; kind < CLB_FAST_X_KINDS; kind++) {
+    if (kinds >> kind & 1) memcpy(to.codes[kind], from.codes[kind], from.code_bytes[kind]);
+  }
 }
 
-// Rows of experts that are equally wide in one go.
+// Rows of experts that are equally wide, and whose down projections take the same, in one go.
 static void quantize_hidden(clb_engine *e, const expert_group *g) {
   for (size_t i = 0, end; i < g->n; i = end) {
-    for (end = i + 1; end < g->n && g->gate[end].rows == g->gate[i].rows;) end++;
-    clb_quantize(e, clb_rows_from(e->scratch.hidden, g->first_row[i]), g->first_row[end] - g->first_row[i],
-                 g->gate[i].rows);
+    const size_t width = g->gate[i].rows;
+    const clb_kinds kinds = clb_kinds_of(e, g->down[i].type);
+    for (end = i + 1; end < g->n && g->gate[end].rows == width; end++) {
+      if (clb_kinds_of(e, g->down[end].type) != kinds) break;
+    }
+    const clb_rows rows = clb_rows_from(e->scratch.hidden, g->first_row[i]);
+    clb_quantize(e, rows, g->first_row[end] - g->first_row[i], width, kinds);
   }
 }
 
@@ -194,6 +200,7 @@ static void compute_group(moe_job *job) {
   clb_engine *e = job->engine;
   const clb_scratch *s = &e->scratch;
   const expert_group *g = job->group;
+  const clb_layer_kinds *kinds = &e->kinds[job->layer];
   const bool shared = job->shared && !job->shared_done, gathered = job->n_tokens > 1 || e->graph.experts_scale_input;
   clb_linear in[CLB_MAX_LINEARS], out[CLB_MAX_LINEARS];
   for (size_t i = 0; i < g->n; i++) {
@@ -213,11 +220,11 @@ static void compute_group(moe_job *job) {
   in[g->n] = wide_in(e, job->layer, job->n_tokens);
   out[g->n] = wide_out(e, job->layer, job->n_tokens);
   if (gathered) clb_pool_run(e->pool, gather_task, job, g->n_rows);
-  if (e->graph.experts_scale_input) clb_quantize(e, s->gathered, g->n_rows, e->graph.hidden);
+  if (e->graph.experts_scale_input) clb_quantize(e, s->gathered, g->n_rows, e->graph.hidden, kinds->experts);
   clb_linear_run(e, in, g->n + shared);
   if (e->observer.to.inputs) clb_pool_run(e->pool, observe_task, job, g->n);
   quantize_hidden(e, g);
-  if (shared) clb_quantize(e, s->wide, job->n_tokens, e->layers[job->layer].gate.rows);
+  if (shared) clb_quantize(e, s->wide, job->n_tokens, e->layers[job->layer].gate.rows, kinds->wide);
   clb_linear_run(e, out, g->n + shared);
   job->shared_done = true;
 }
@@ -328,7 +335,7 @@ void clb_dense(clb_engine *e, size_t layer, size_t n_tokens) {
   const double before = clb_seconds();
   const clb_linear in = wide_in(e, layer, n_tokens), out = wide_out(e, layer, n_tokens);
   clb_linear_run(e, &in, 1);
-  clb_quantize(e, e->scratch.wide, n_tokens, e->layers[layer].gate.rows);
+  clb_quantize(e, e->scratch.wide, n_tokens, e->layers[layer].gate.rows, e->kinds[layer].wide);
   clb_linear_run(e, &out, 1);
   const size_t h = e->graph.hidden;
   const float *post_norm = e->layers[layer].ffn_post_norm;

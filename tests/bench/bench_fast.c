@@ -154,16 +154,19 @@ int main(int argc, char **argv) {
     fprintf(stderr, "bench_fast: no set \"%s\" on this CPU\n", set);
     return 2;
   }
-  p.stride = clb_fast_x_bytes(CLB_FAST_X_Q8, p.n_cols);
-  uint8_t *w = aligned_alloc(64, n_bytes), *qx = aligned_alloc(64, MAX_TOKENS * p.stride);
+  uint8_t *w = aligned_alloc(64, n_bytes), *qx[CLB_FAST_X_KINDS] = {NULL};
   float *x = aligned_alloc(64, MAX_TOKENS * p.n_cols * sizeof *x);
   float *y = malloc((n_bytes + MAX_TOKENS * BATCH_ROWS) * sizeof *y);
-  if (!w || !x || !qx || !y) return 1;
+  if (!w || !x || !y) return 1;
   for (size_t i = 0; i < MAX_TOKENS * p.n_cols; i++) x[i] = (float)((i * 2654435761u >> 16) % 1000) * 0.001f - 0.5f;
-  for (size_t i = 0; i < MAX_TOKENS; i++) {
-    clb_fast_quantize_x(p.exact, CLB_FAST_X_Q8, qx + i * p.stride, x + i * p.n_cols, p.n_cols);
+  for (clb_fast_x_kind kind = CLB_FAST_X_Q8; kind < CLB_FAST_X_KINDS; kind++) {
+    const size_t stride = clb_fast_x_bytes(kind, p.n_cols);
+    if (!(qx[kind] = aligned_alloc(64, MAX_TOKENS * stride))) return 1;
+    for (size_t i = 0; i < MAX_TOKENS; i++) {
+      clb_fast_quantize_x(p.exact, kind, qx[kind] + i * stride, x + i * p.n_cols, p.n_cols);
+    }
   }
-  p.w = w, p.x = x, p.qx = qx, p.y = y;
+  p.w = w, p.x = x, p.y = y;
   printf("%zu MiB of weights, %zu columns, kernels: %s\n", n_bytes >> 20, p.n_cols, p.fast ? p.fast->name : "exact");
   printf("%-8s %24s %24s %31s\n", "", "1 token, 1 thread", "1 token, 2 threads", "Gmac/s, 2 threads");
   printf("%-8s", "");
@@ -173,11 +176,13 @@ int main(int argc, char **argv) {
     const clb_type *t = clb_type_at(i);
     bool wanted = strcmp(only, "all") == 0 ? t->block_weights == 1 || clb_fast_kind(t->id) != CLB_FAST_X_NONE
                                            : strcmp(only, t->name) == 0;
+    p.qx = qx[clb_fast_kind(t->id)];
+    p.stride = clb_fast_x_bytes(clb_fast_kind(t->id), p.n_cols);
     if (wanted && p.n_cols % t->block_weights == 0) bench_type(p, t, w, n_bytes);
   }
   free(w);
   free(x);
-  free(qx);
+  for (size_t i = 0; i < CLB_FAST_X_KINDS; i++) free(qx[i]);
   free(y);
   return 0;
 }

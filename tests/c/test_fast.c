@@ -87,7 +87,7 @@ static problem random_problem(const clb_type *t, size_t n_cols, size_t n_rows, s
   p.w = p.allocation + shift;
   for (size_t r = 0; r < n_rows; r++) fill_row(t, p.w + r * p.row_bytes, p.row_bytes);
   p.x = random_activations(n_tokens * n_cols);
-  p.stride = clb_fast_x_bytes(CLB_FAST_X_Q8, n_cols);
+  p.stride = clb_fast_x_bytes(clb_fast_kind(t->id), n_cols);
   p.qx = allocate(n_tokens * p.stride);
   memset(p.qx, 0xFF, n_tokens * p.stride);
   return p;
@@ -99,13 +99,23 @@ static void free_problem(problem *p) {
   free(p->qx);
 }
 
+// The scales of group g of a quantized row.
+static float *scales_of(clb_fast_x_kind kind, void *row, size_t g, float **sums) {
+  clb_fast_x8 *x8 = row;
+  clb_fast_x16 *x16 = row;
+  *sums = kind == CLB_FAST_X_Q16 ? x16[g].s : x8[g].s;
+  return kind == CLB_FAST_X_Q16 ? x16[g].d : x8[g].d;
+}
+
 static void quantize(const clb_fast_kernels *f, const problem *p) {
+  const clb_fast_x_kind kind = clb_fast_kind(p->type->id);
   for (size_t t = 0; t < p->n_tokens; t++) {
-    clb_fast_x *groups = (clb_fast_x *)(void *)(p->qx + t * p->stride);
-    clb_fast_quantize_with(f, groups, p->x + t * p->n_cols, p->n_cols);
-    for (size_t g = 0; g < p->stride / sizeof *groups; g++) {
-      settle(groups[g].d, 8);
-      settle(groups[g].s, 8);
+    uint8_t *row = p->qx + t * p->stride;
+    clb_fast_quantize_with(f, kind, row, p->x + t * p->n_cols, p->n_cols);
+    for (size_t g = 0; g * CLB_FAST_GROUP < p->n_cols; g++) {
+      float *s, *d = scales_of(kind, row, g, &s);
+      settle(d, 8);
+      settle(s, 8);
     }
   }
 }
