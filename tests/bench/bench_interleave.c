@@ -71,21 +71,18 @@ static void interleave(const kind *k, size_t rows, uint8_t *dst, const uint8_t *
 INLINE __m256i load32(const void *p) {
   return _mm256_loadu_si256((const __m256i *)p);
 }
-INLINE __m256i splat4(const int8_t *p) {
+INLINE __m256i splat4(const void *p) {
   int v;
   memcpy(&v, p, sizeof v);
   return _mm256_set1_epi32(v);
 }
-INLINE __m256i splat8(const int8_t *p) {
+INLINE __m256i splat8(const void *p) {
   long long v;
   memcpy(&v, p, sizeof v);
   return _mm256_set1_epi64x(v);
 }
 INLINE __m256i dot(__m256i acc, __m256i codes, __m256i x) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1)));
-}
-INLINE __m256i dot_signed(__m256i acc, __m256i codes, __m256i x) {
-  return dot(acc, _mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes));
 }
 INLINE __m256i low4(__m256i v) {
   return _mm256_and_si256(v, _mm256_set1_epi8(15));
@@ -97,21 +94,47 @@ INLINE void prefetch(const uint8_t *w, size_t n) {
   for (size_t i = 0; i < n; i += 64) _mm_prefetch((const char *)((uintptr_t)w + PREFETCH_BYTES + i), _MM_HINT_T0);
 }
 
-// Integer products of 32 columns: of 8 rows; of 4 rows as 8 sums, two for each.
-INLINE __m256i q8_0_of_8(const uint8_t *codes, const int8_t *q) {
-  __m256i a = _mm256_setzero_si256(), b = a;
-  UNROLL for (int i = 0; i < 8; i += 2) {
-    a = dot_signed(a, load32(codes + 32 * i), splat4(q + 4 * i));
-    b = dot_signed(b, load32(codes + 32 * i + 32), splat4(q + 4 * i + 4));
+// Activations of a group, of the kind that its type takes.
+typedef struct {
+  const int8_t *q8;
+  const int16_t *q16;
+  const float *d, *s;
+  const int32_t *sum;
+} group_x;
+
+INLINE group_x x8_of(const void *x, size_t g) {
+  const clb_fast_x8 *v = (const clb_fast_x8 *)x + g;
+  return (group_x){v->q, NULL, v->d, v->s, v->sum};
+}
+INLINE group_x x16_of(const void *x, size_t g) {
+  const clb_fast_x16 *v = (const clb_fast_x16 *)x + g;
+  return (group_x){NULL, v->q, v->d, v->s, NULL};
+}
+
+// Integer products of the 32 columns of block b: of 8 rows; of 4 rows as 8 sums, two for each.
+INLINE __m256i dot_wide(__m256i codes, __m256i even, __m256i odd) {
+  __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8), high = _mm256_srai_epi16(codes, 8);
+  return _mm256_add_epi32(_mm256_madd_epi16(low, even), _mm256_madd_epi16(high, odd));
+}
+INLINE __m256i q8_0_of_8(const uint8_t *codes, const group_x *x, int b) {
+  __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  const int16_t *q = x->q16 + 32 * b;
+  UNROLL for (int i = 0; i < 8; i++) {
+    __m256i one = dot_wide(load32(codes + 32 * i), splat4(q + 2 * i), splat4(q + 16 + 2 * i));
+    sums[i % 2] = _mm256_add_epi32(sums[i % 2], one);
   }
-  return _mm256_add_epi32(a, b);
+  return _mm256_add_epi32(sums[0], sums[1]);
 }
-INLINE __m256i q8_0_of_4(const uint8_t *codes, const int8_t *q) {
-  __m256i a = _mm256_setzero_si256();
-  UNROLL for (int i = 0; i < 4; i++) a = dot_signed(a, load32(codes + 32 * i), splat8(q + 8 * i));
-  return a;
+INLINE __m256i q8_0_of_4(const uint8_t *codes, const group_x *x, int b) {
+  __m256i sum = _mm256_setzero_si256();
+  const int16_t *q = x->q16 + 32 * b;
+  UNROLL for (int i = 0; i < 4; i++) {
+    sum = _mm256_add_epi32(sum, dot_wide(load32(codes + 32 * i), splat8(q + 4 * i), splat8(q + 16 + 4 * i)));
+  }
+  return sum;
 }
-INLINE __m256i q4_0_of_8(const uint8_t *codes, const int8_t *q) {
+INLINE __m256i q4_0_of_8(const uint8_t *codes, const group_x *x, int block) {
+  const int8_t *q = x->q8 + 32 * block;
   __m256i a = _mm256_setzero_si256(), b = a;
   UNROLL for (int i = 0; i < 4; i++) {
     a = dot(a, low4(load32(codes + 32 * i)), splat4(q + 4 * i));
@@ -119,7 +142,8 @@ INLINE __m256i q4_0_of_8(const uint8_t *codes, const int8_t *q) {
   }
   return _mm256_add_epi32(a, b);
 }
-INLINE __m256i q4_0_of_4(const uint8_t *codes, const int8_t *q) {
+INLINE __m256i q4_0_of_4(const uint8_t *codes, const group_x *x, int block) {
+  const int8_t *q = x->q8 + 32 * block;
   __m256i a = _mm256_setzero_si256(), b = a;
   UNROLL for (int i = 0; i < 2; i++) {
     a = dot(a, low4(load32(codes + 32 * i)), splat8(q + 8 * i));
@@ -147,41 +171,44 @@ INLINE __m256 in_halves(float a, float b) {
   return _mm256_set_m128(_mm_set1_ps(b), _mm_set1_ps(a));
 }
 
-typedef __m256i sums_fn(const uint8_t *codes, const int8_t *q);
+typedef __m256i sums_fn(const uint8_t *codes, const group_x *x, int b);
+typedef group_x x_fn(const void *x, size_t g);
 
-INLINE void plain_8(size_t unit, int bias, sums_fn *sums, const uint8_t *w, const clb_fast_x *x, float *y) {
+INLINE void plain_8(size_t unit, int bias, sums_fn *sums, x_fn *x_of, const uint8_t *w, const void *xs, float *y) {
   __m256 p[8];
   UNROLL for (int b = 0; b < 8; b++) p[b] = _mm256_setzero_ps();
-  for (size_t g = 0; g < GROUPS; g++, x++) {
+  for (size_t g = 0; g < GROUPS; g++) {
+    const group_x x = x_of(xs, g);
     prefetch(w, 64 * unit);
     UNROLL for (int b = 0; b < 8; b++, w += 8 * unit) {
-      __m256i total = sums(w + 16, x->q + 32 * b);
-      if (bias) total = _mm256_sub_epi32(total, _mm256_set1_epi32(x->sum[b] * bias));
+      __m256i total = sums(w + 16, &x, b);
+      if (bias) total = _mm256_sub_epi32(total, _mm256_set1_epi32(x.sum[b] * bias));
       __m256 d =
-          _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)w)), _mm256_set1_ps(x->d[b]));
+          _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)w)), _mm256_set1_ps(x.d[b]));
       p[b] = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(total), p[b]);
     }
   }
   _mm256_storeu_ps(y, reduce_8(p));
 }
 
-INLINE void plain_4(size_t unit, int bias, sums_fn *sums, const uint8_t *w, const clb_fast_x *x, float *y) {
+INLINE void plain_4(size_t unit, int bias, sums_fn *sums, x_fn *x_of, const uint8_t *w, const void *xs, float *y) {
   __m256 p[4];
   UNROLL for (int i = 0; i < 4; i++) p[i] = _mm256_setzero_ps();
-  for (size_t g = 0; g < GROUPS; g++, x++) {
+  for (size_t g = 0; g < GROUPS; g++) {
+    const group_x x = x_of(xs, g);
     prefetch(w, 32 * unit);
     UNROLL for (int i = 0; i < 4; i++, w += 8 * unit) {
       const uint8_t *second = w + 4 * unit;
-      __m256i total = pair_4(sums(w + 8, x->q + 64 * i), sums(second + 8, x->q + 64 * i + 32));
+      __m256i total = pair_4(sums(w + 8, &x, 2 * i), sums(second + 8, &x, 2 * i + 1));
       if (bias) {
-        __m128i a = _mm_set1_epi32(x->sum[2 * i] * bias), b = _mm_set1_epi32(x->sum[2 * i + 1] * bias);
+        __m128i a = _mm_set1_epi32(x.sum[2 * i] * bias), b = _mm_set1_epi32(x.sum[2 * i + 1] * bias);
         total = _mm256_sub_epi32(total, _mm256_set_m128i(b, a));
       }
       long long ha, hb;
       memcpy(&ha, w, 8);
       memcpy(&hb, second, 8);
       __m256 d = _mm256_cvtph_ps(_mm_set_epi64x(hb, ha));
-      d = _mm256_mul_ps(d, in_halves(x->d[2 * i], x->d[2 * i + 1]));
+      d = _mm256_mul_ps(d, in_halves(x.d[2 * i], x.d[2 * i + 1]));
       p[i] = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(total), p[i]);
     }
   }
@@ -213,10 +240,11 @@ INLINE void load_d(__m256i pairs, __m256 *d, __m256 *m) {
   *m = _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1));
 }
 
-INLINE void q4_k_8(const uint8_t *w, const clb_fast_x *x, float *y) {
+INLINE void q4_k_8(const uint8_t *w, const void *xs, float *y) {
   __m256 p[8];
   UNROLL for (int b = 0; b < 8; b++) p[b] = _mm256_setzero_ps();
-  for (size_t g = 0; g < GROUPS; g++, x++, w += 8 * 144) {
+  for (size_t g = 0; g < GROUPS; g++, w += 8 * 144) {
+    const group_x x = x8_of(xs, g);
     prefetch(w, 8 * 144);
     __m256 d8, m8;
     load_d(load32(w), &d8, &m8);
@@ -226,13 +254,13 @@ INLINE void q4_k_8(const uint8_t *w, const clb_fast_x *x, float *y) {
       __m256i t0 = _mm256_setzero_si256(), t1 = t0;
       UNROLL for (int i = 0; i < 8; i += 2) {
         __m256i v0 = load32(codes + 32 * i), v1 = load32(codes + 32 * i + 32);
-        t0 = dot(t0, b % 2 ? high4(v0) : low4(v0), splat4(x->q + 32 * b + 4 * i));
-        t1 = dot(t1, b % 2 ? high4(v1) : low4(v1), splat4(x->q + 32 * b + 4 * i + 4));
+        t0 = dot(t0, b % 2 ? high4(v0) : low4(v0), splat4(x.q8 + 32 * b + 4 * i));
+        t1 = dot(t1, b % 2 ? high4(v1) : low4(v1), splat4(x.q8 + 32 * b + 4 * i + 4));
       }
       __m256 d = _mm256_mul_ps(d8, byte_of(s.scale[b / 4], b % 4)), m = _mm256_mul_ps(m8, byte_of(s.min[b / 4], b % 4));
-      p[b] = _mm256_fmadd_ps(_mm256_mul_ps(d, _mm256_set1_ps(x->d[b])), _mm256_cvtepi32_ps(_mm256_add_epi32(t0, t1)),
-                             p[b]);
-      p[b] = _mm256_fnmadd_ps(m, _mm256_set1_ps(x->s[b]), p[b]);
+      p[b] =
+          _mm256_fmadd_ps(_mm256_mul_ps(d, _mm256_set1_ps(x.d[b])), _mm256_cvtepi32_ps(_mm256_add_epi32(t0, t1)), p[b]);
+      p[b] = _mm256_fnmadd_ps(m, _mm256_set1_ps(x.s[b]), p[b]);
     }
   }
   _mm256_storeu_ps(y, reduce_8(p));
@@ -245,10 +273,11 @@ INLINE __m256 pair_of(__m128i v, int i) {
   return _mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(255)));
 }
 
-INLINE void q4_k_4(const uint8_t *w, const clb_fast_x *x, float *y) {
+INLINE void q4_k_4(const uint8_t *w, const void *xs, float *y) {
   __m256 p[4];
   UNROLL for (int i = 0; i < 4; i++) p[i] = _mm256_setzero_ps();
-  for (size_t g = 0; g < GROUPS; g++, x++, w += 4 * 144) {
+  for (size_t g = 0; g < GROUPS; g++, w += 4 * 144) {
+    const group_x x = x8_of(xs, g);
     prefetch(w, 4 * 144);
     __m256 d8, m8;
     load_d(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)w)), &d8, &m8);
@@ -259,29 +288,29 @@ INLINE void q4_k_4(const uint8_t *w, const clb_fast_x *x, float *y) {
       __m256i a = _mm256_setzero_si256(), b = a;
       UNROLL for (int j = 0; j < 4; j++) {
         __m256i v = load32(w + 64 + 128 * i + 32 * j);
-        a = dot(a, low4(v), splat8(x->q + 64 * i + 8 * j));
-        b = dot(b, high4(v), splat8(x->q + 64 * i + 32 + 8 * j));
+        a = dot(a, low4(v), splat8(x.q8 + 64 * i + 8 * j));
+        b = dot(b, high4(v), splat8(x.q8 + 64 * i + 32 + 8 * j));
       }
       __m256 total = _mm256_cvtepi32_ps(pair_4(a, b));
       __m256 d = _mm256_mul_ps(d8, pair_of(_mm256_castsi256_si128(s.scale[i / 2]), i % 2 * 2));
       __m256 m = _mm256_mul_ps(m8, pair_of(_mm256_castsi256_si128(s.min[i / 2]), i % 2 * 2));
-      p[i] = _mm256_fmadd_ps(_mm256_mul_ps(d, in_halves(x->d[2 * i], x->d[2 * i + 1])), total, p[i]);
-      p[i] = _mm256_fnmadd_ps(m, in_halves(x->s[2 * i], x->s[2 * i + 1]), p[i]);
+      p[i] = _mm256_fmadd_ps(_mm256_mul_ps(d, in_halves(x.d[2 * i], x.d[2 * i + 1])), total, p[i]);
+      p[i] = _mm256_fnmadd_ps(m, in_halves(x.s[2 * i], x.s[2 * i + 1]), p[i]);
     }
   }
   _mm_storeu_ps(y, reduce_4(p));
 }
 
-AVX2 static void interleaved_rows(const kind *k, size_t rows, const uint8_t *w, const clb_fast_x *x, size_t first,
+AVX2 static void interleaved_rows(const kind *k, size_t rows, const uint8_t *w, const void *x, size_t first,
                                   size_t last, float *y) {
   const size_t row_bytes = N_COLS / k->columns * k->unit_bytes;
   for (size_t r = first; r < last; r += rows) {
     const uint8_t *at = w + r * row_bytes;
-    if (rows == 8 && k->id == CLB_Q8_0) plain_8(34, 0, q8_0_of_8, at, x, y + r);
-    if (rows == 8 && k->id == CLB_Q4_0) plain_8(18, 8, q4_0_of_8, at, x, y + r);
+    if (rows == 8 && k->id == CLB_Q8_0) plain_8(34, 0, q8_0_of_8, x16_of, at, x, y + r);
+    if (rows == 8 && k->id == CLB_Q4_0) plain_8(18, 8, q4_0_of_8, x8_of, at, x, y + r);
     if (rows == 8 && k->id == CLB_Q4_K) q4_k_8(at, x, y + r);
-    if (rows == 4 && k->id == CLB_Q8_0) plain_4(34, 0, q8_0_of_4, at, x, y + r);
-    if (rows == 4 && k->id == CLB_Q4_0) plain_4(18, 8, q4_0_of_4, at, x, y + r);
+    if (rows == 4 && k->id == CLB_Q8_0) plain_4(34, 0, q8_0_of_4, x16_of, at, x, y + r);
+    if (rows == 4 && k->id == CLB_Q4_0) plain_4(18, 8, q4_0_of_4, x8_of, at, x, y + r);
     if (rows == 4 && k->id == CLB_Q4_K) q4_k_4(at, x, y + r);
   }
 }
@@ -295,7 +324,8 @@ typedef struct {
   size_t rows;  // interleaved; 1: the present kernels; 0: the weights are only read
   const uint8_t *w;
   size_t row_bytes, n_rows, n_tokens, n_passes;
-  const clb_fast_x *x;  // [n_tokens][GROUPS]
+  const uint8_t *x;  // [n_tokens] quantized rows, stride bytes apart
+  size_t stride;
   float *y;
 } product;
 
@@ -327,8 +357,8 @@ static void *work(void *argument) {
     if (p->rows == 0) {
       s->sum ^= read_all(p->w + s->first * p->row_bytes, (s->last - s->first) * p->row_bytes);
     } else if (p->rows == 1) {
-      clb_fast_product_with(p->present, p->kind->id, p->w, p->row_bytes, N_COLS, s->first, s->last, p->x,
-                            GROUPS * sizeof *p->x, p->n_tokens, p->y, p->n_rows);
+      clb_fast_product_with(p->present, p->kind->id, p->w, p->row_bytes, N_COLS, s->first, s->last, p->x, p->stride,
+                            p->n_tokens, p->y, p->n_rows);
     } else {
       interleaved_rows(p->kind, p->rows, p->w, p->x, s->first, s->last, p->y);
     }
@@ -433,8 +463,24 @@ static void fill(const kind *k, uint8_t *w, size_t n) {
   }
 }
 
-static void bench(const kind *k, const clb_fast_kernels *present, size_t n_bytes, size_t n_runs, const clb_fast_x *x) {
-  product p = {.present = present, .kind = k, .n_tokens = 1, .n_passes = 1, .x = x};
+// [MAX_TOKENS] rows as the type takes them, stride bytes apart.
+static uint8_t *quantized_rows(const kind *k, const clb_fast_kernels *present, size_t *stride) {
+  const clb_fast_x_kind kind_of_x = clb_fast_kind(k->id);
+  *stride = clb_fast_x_bytes(kind_of_x, N_COLS);
+  uint8_t *x = aligned_alloc(64, MAX_TOKENS * *stride);
+  float row[N_COLS];
+  if (!x) exit(1);
+  for (size_t t = 0; t < MAX_TOKENS; t++) {
+    for (size_t i = 0; i < N_COLS; i++) row[i] = sinf((float)(t * N_COLS + i) * 0.37f);
+    clb_fast_quantize_with(present, kind_of_x, x + t * *stride, row, N_COLS);
+  }
+  return x;
+}
+
+static void bench(const kind *k, const clb_fast_kernels *present, size_t n_bytes, size_t n_runs) {
+  product p = {.present = present, .kind = k, .n_tokens = 1, .n_passes = 1};
+  uint8_t *x = quantized_rows(k, present, &p.stride);
+  p.x = x;
   p.row_bytes = N_COLS / k->columns * k->unit_bytes;
   p.n_rows = n_bytes / p.row_bytes / 16 * 16;
   const size_t room = p.n_rows * p.row_bytes + PREFETCH_BYTES;
@@ -457,6 +503,7 @@ static void bench(const kind *k, const clb_fast_kernels *present, size_t n_bytes
   for (size_t i = 0; i < 3; i++) munmap(w[i], room);
   free(y[0]);
   free(y[1]);
+  free(x);
 }
 
 int main(int argc, char **argv) {
@@ -464,16 +511,9 @@ int main(int argc, char **argv) {
   size_t n_runs = argc > 2 ? strtoul(argv[2], NULL, 10) : 7;
   if (n_runs < 1 || n_runs > MAX_RUNS) n_runs = MAX_RUNS;
   const clb_fast_kernels *present = clb_fast_by_name("avx2");
-  clb_fast_x *x = aligned_alloc(64, MAX_TOKENS * GROUPS * sizeof *x);
-  if (!present || !x) return 1;
-  float row[N_COLS];
-  for (size_t t = 0; t < MAX_TOKENS; t++) {
-    for (size_t i = 0; i < N_COLS; i++) row[i] = sinf((float)(t * N_COLS + i) * 0.37f);
-    clb_fast_quantize_with(present, x + t * GROUPS, row, N_COLS);
-  }
+  if (!present) return 1;
   printf("GB/s of weights, one token, %d columns, %zu pairs; ratios to the present kernel\n", N_COLS, n_runs);
   printf("%-5s %-12s %7s %9s %15s %15s %15s\n", "type", "from", "threads", "present", "by 4", "by 8", "plain reads");
-  for (size_t i = 0; i < sizeof kKinds / sizeof *kKinds; i++) bench(&kKinds[i], present, n_bytes, n_runs, x);
-  free(x);
+  for (size_t i = 0; i < sizeof kKinds / sizeof *kKinds; i++) bench(&kKinds[i], present, n_bytes, n_runs);
   return 0;
 }
