@@ -75,7 +75,7 @@ INLINE void encode_symmetric(const clb_encode_context *c, const float *x, size_t
   const int half = five ? 16 : 8;
   const size_t block_bytes = five ? 22 : 18;
   const code_set set = {-half, half - 1, NULL};
-  const candidates t = is_searched(c) ? plan_symmetric(c, &set) : (candidates){0};
+  const candidates t = plan_symmetric(c, &set);
   for (size_t b = 0; b < n; b += LANES) {
     groups g;
     codes32 codes;
@@ -179,7 +179,7 @@ INLINE m8 round_half_away(v8 x) {
 
 TARGET static void encode_q8_0(const clb_encode_context *c, const float *x, size_t n, uint8_t *dst) {
   const code_set set = {-127, 127, NULL};
-  const candidates t = is_searched(c) ? plan_symmetric(c, &set) : (candidates){0};
+  const candidates t = plan_symmetric(c, &set);
   for (size_t b = 0; b < n; b += LANES) {
     groups g;
     codes32 codes;
@@ -433,9 +433,8 @@ INLINE void round_min(const super_block *s, scales *k, const super_plan *p, cons
   const float top = (float)p->scale_high;
   float scale = 0, low = 0;
   for (int v = 0; v < s->n_vectors; v++) {
-    const float most = max_lanes(found[v].scale), most_low = max_lanes(-found[v].base);
-    scale = most > scale ? most : scale;  // not fmaxf: of 0 and -0 it may return either
-    low = most_low > low ? most_low : low;
+    scale = fmaxf(scale, max_lanes(found[v].scale));
+    low = fmaxf(low, max_lanes(-found[v].base));
   }
   k->d = f16_round(scale / top);
   k->d_min = f16_round(low / top);
@@ -486,7 +485,7 @@ INLINE void put_scales_6(uint8_t *dst, const scales *k) {
 // matrices: with fewer, one of these comes out worse than it needs to.
 INLINE super_plan plan_min(const clb_encode_context *c, int q_max, int scale_max) {
   const bool fast = c->effort == CLB_EFFORT_FAST, best = c->effort == CLB_EFFORT_BEST;
-  const int n_steps = fast ? 6 : best ? 28 : q_max > 3 ? 10 : 14;
+  const int n_steps = fast ? 6 : best ? 28 : 14;
   super_plan p = {.set = {0, q_max, NULL}, .scale_high = scale_max};
   if (fast) {
     p.t = upper_end(&p.set, n_steps, -0.7f, 0.2f);
@@ -644,7 +643,7 @@ INLINE scales encode_scaled_super(super_block *s, const super_plan *p, uint8_t c
 
 INLINE super_plan plan_scales(const clb_encode_context *c, code_set set, int scale_low, float width) {
   const bool fast = c->effort == CLB_EFFORT_FAST, best = c->effort == CLB_EFFORT_BEST;
-  const int n_steps = fast ? 3 : best ? 14 : 4;
+  const int n_steps = fast ? 3 : best ? 14 : 6;
   super_plan p = {.set = set, .scale_low = scale_low, .scale_high = -scale_low - 1};
   p.t = both_ends(&set, n_steps, -width, 2 * width / (float)(n_steps - 1));
   p.radius = fast ? 0 : best ? 3 : 1;
