@@ -13,6 +13,15 @@ typedef struct {
 } clb_loss;
 int clb_add_loss(uint32_t type, const void *encoded, const float *x, size_t n_rows, size_t n_cols,
                  const float *importance, clb_loss *loss);
+typedef struct {
+  uint32_t from, type;
+  clb_effort effort;
+  const void *src;
+  size_t skip, n_rows, n_cols;
+  const float *importance;
+  void *dst;
+} clb_conversion;
+int clb_convert_rows(const clb_conversion *c, uint64_t *bad, clb_loss *loss);
 
 /* Replaying traces, timing requests: see runtime/src/simulate.h. */
 typedef struct {

@@ -30,6 +30,7 @@ lib: Any = _native.lib
 __all__ = [
     "EFFORTS",
     "can_quantize",
+    "convert_rows",
     "crc32c",
     "dequantize",
     "ffi",
@@ -158,4 +159,49 @@ def quantize_loss(
     )
     if status != 0:
         raise SourceError(f"rows of {n_cols} weights cannot be {dtype_by_id(dtype_id).name}")
+    return loss.error, loss.weight, loss.important_error, loss.important_weight
+
+
+def convert_rows(
+    from_id: int,
+    raw: Buffer,
+    skip: int,
+    to_id: int,
+    shape: tuple[int, int],
+    out: Buffer,
+    *,
+    effort: str = "normal",
+    importance: np.ndarray[Any, Any] | None = None,
+    measure: bool = False,
+) -> int | tuple[float, float, float, float] | None:
+    """Encode weights of one GGML type as another, into `out`.
+
+    `raw` has whole blocks; after `skip` weights of it come those of `shape` (rows, columns).
+    Returns None, or with `measure` what `quantize_loss` does; but an int, the flat index of the
+    first weight, when that is not finite or too large for the type. Raises SourceError for types
+    that cannot be decoded or encoded, ValueError for buffers of other sizes.
+    """
+    n_rows, n_cols = shape
+    before, after = dtype_by_id(from_id), dtype_by_id(to_id)
+    src, dst = ffi.from_buffer("uint8_t[]", raw), ffi.from_buffer("uint8_t[]", out, True)
+    n_weights = skip + n_rows * n_cols
+    fits = len(dst) == n_rows * n_cols // after.block_weights * after.block_bytes
+    if not fits or len(src) < -(-n_weights // before.block_weights) * before.block_bytes:
+        raise ValueError("raw must hold the weights, and out be as large as they become")
+    if importance is not None and (importance.shape != (n_cols,) or importance.dtype.char != "f"):
+        raise ValueError(f"importance must be float32 [{n_cols}]")
+    columns = ffi.NULL if importance is None else ffi.from_buffer("float[]", importance)
+    job = ffi.new("clb_conversion *")
+    job.src, job.dst, job.importance = src, dst, columns
+    setattr(job, "from", from_id)
+    job.type, job.effort, job.skip = to_id, EFFORTS.index(effort), skip
+    job.n_rows, job.n_cols = n_rows, n_cols
+    bad, loss = ffi.new("uint64_t *"), ffi.new("clb_loss *") if measure else ffi.NULL
+    status = lib.clb_convert_rows(job, bad, loss)
+    if status == 1:
+        return int(bad[0])
+    if status != 0:
+        raise SourceError(f"{before.name} cannot be encoded as {after.name} in rows of {n_cols}")
+    if not measure:
+        return None
     return loss.error, loss.weight, loss.important_error, loss.important_weight

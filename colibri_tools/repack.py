@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from colibri_tools.container.layout import Accounting
 from colibri_tools.container.workfiles import SourceState
 from colibri_tools.container.writer import ContainerWriter, check_output, check_space
-from colibri_tools.dtypes import DType
 from colibri_tools.errors import JobError, SourceError, UsageError, quote
 from colibri_tools.mapping import SourceMapping, map_source
 from colibri_tools.planner import (
@@ -34,6 +33,7 @@ from colibri_tools.quantize.importance import load_importance
 from colibri_tools.quantize.report import EncodingReport, report_on
 from colibri_tools.report_file import check_report, write_report
 from colibri_tools.sources import Source, SourceTensor, open_source
+from colibri_tools.sources.encoded import EncodedView
 from colibri_tools.text.derive import text_parts
 
 if TYPE_CHECKING:
@@ -419,7 +419,7 @@ class _Copier:
             part = block[read.offset : end]
             self._source.read_into(read.tensor, read.start, part)
             n_weights = read.rows * read.cols
-            bad = _find_nonfinite(read.tensor.dtype, part, n_weights)
+            bad = _find_nonfinite(read.tensor, part, n_weights)
             if bad is not None:
                 first_weight = read.start // read.tensor.dtype.block_bytes
                 index = first_weight * read.tensor.dtype.block_weights + bad[0]
@@ -444,7 +444,7 @@ class _Copier:
             chunk = buffer[: min(step, task.n_bytes - start)]
             self._source.read_into(task.tensor, start, chunk)
             n_weights = len(chunk) // dtype.block_bytes * dtype.block_weights
-            bad = _find_nonfinite(dtype, chunk, n_weights) if task.checked else None
+            bad = _find_nonfinite(task.tensor, chunk, n_weights) if task.checked else None
             if bad is not None:
                 index = start // dtype.block_bytes * dtype.block_weights + bad[0]
                 raise _not_finite(task.tensor, index, bad[1], task.name, None)
@@ -452,10 +452,15 @@ class _Copier:
             self._meter.add(len(chunk))
 
 
-def _find_nonfinite(dtype: DType, buffer: memoryview, n_weights: int) -> tuple[int, float] | None:
+def _find_nonfinite(
+    tensor: SourceTensor, buffer: memoryview, n_weights: int
+) -> tuple[int, float] | None:
     """Return the index and the value of the first weight that is NaN or infinite, or None."""
     from colibri_tools import native
 
+    if isinstance(tensor.view, EncodedView):  # it was looked at before it was encoded
+        return None
+    dtype = tensor.dtype
     index = native.find_nonfinite(dtype.id, buffer, n_weights)
     if index is None:
         return None

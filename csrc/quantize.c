@@ -2,9 +2,46 @@
 
 #include <math.h>
 
+#include "quantize_internal.h"
+
 #define TARGET
-#define INLINE static inline __attribute__((always_inline))
 #define ENCODER clb_encoder_portable
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if !defined(CLB_HAVE_NEON)
+#define OUTLINE static __attribute__((noinline))  // for old CPUs: not worth what inlining all takes to compile
+#else
+#define OUTLINE INLINE
+#include <arm_neon.h>
+
+typedef int16_t neon_h16 __attribute__((vector_size(32)));
+typedef int32_t neon_m8 __attribute__((vector_size(32)));
+typedef union {
+  neon_h16 all;
+  int16x8_t half[2];
+} neon_halves;
+
+INLINE neon_h16 neon_scale(neon_h16 a, neon_h16 b) {
+  neon_halves x = {a}, y = {b};
+  for (int i = 0; i < 2; i++) x.half[i] = vqrdmulhq_s16(x.half[i], y.half[i]);
+  return x.all;
+}
+INLINE neon_m8 neon_dot(neon_h16 a, neon_h16 b) {
+  const neon_halves x = {a}, y = {b};
+  union {
+    neon_m8 all;
+    int32x4_t half[2];
+  } sum;
+  for (int i = 0; i < 2; i++) {
+    const int32x4_t low = vmull_s16(vget_low_s16(x.half[i]), vget_low_s16(y.half[i]));
+    sum.half[i] = vpaddq_s32(low, vmull_high_s16(x.half[i], y.half[i]));
+  }
+  return sum.all;
+}
+#define SCALE_16 neon_scale
+#define DOT_16 neon_dot
+#endif
 
 #include "quantize_body.h"
 
@@ -117,6 +154,41 @@ int clb_add_loss(uint32_t type, const void *encoded, const float *x, size_t n_ro
   double *sums[4] = {&loss->error, &loss->weight, &loss->important_error, &loss->important_weight};
   for (int k = 0; k < 4; k++) {
     for (int lane = 0; lane < LOSS_LANES; lane++) *sums[k] += lanes[k][lane];
+  }
+  return 0;
+}
+
+enum { CONVERT_STEP = 4096, MAX_BLOCK = 256 };
+
+// Weights `first` to `first` + n_rows * n_cols, at most CONVERT_STEP; the importance is that of their columns.
+static int convert_piece(const clb_conversion *c, size_t first, size_t n_rows, size_t n_cols, const float *importance,
+                         uint64_t *bad, clb_loss *loss) {
+  const clb_type *from = clb_type_by_id(c->from), *to = clb_type_by_id(c->type);
+  const size_t block = from->block_weights, begin = (c->skip + first) / block * block;
+  const size_t end = (c->skip + first + n_rows * n_cols + block - 1) / block * block;
+  float buffer[CONVERT_STEP + 2 * MAX_BLOCK];
+  const uint8_t *src = (const uint8_t *)c->src + begin / block * from->block_bytes;
+  uint8_t *dst = (uint8_t *)c->dst + first / to->block_weights * to->block_bytes;
+  if (clb_dequantize_best(c->from, src, buffer, end - begin) != 0) return -1;
+  const float *x = buffer + (c->skip + first - begin);
+  const int status = clb_quantize_rows_best(c->type, c->effort, x, n_rows, n_cols, importance, dst, bad);
+  if (status == 1) *bad += first;
+  if (status != 0 || !loss) return status;
+  return clb_add_loss(c->type, dst, x, n_rows, n_cols, importance, loss);
+}
+
+int clb_convert_rows(const clb_conversion *c, uint64_t *bad, clb_loss *loss) {
+  const clb_type *from = clb_type_by_id(c->from), *to = clb_type_by_id(c->type);
+  if (!from || !to || from->block_weights > MAX_BLOCK || c->n_cols % to->block_weights != 0) return -1;
+  const size_t rows_at_once = c->n_cols < CONVERT_STEP && c->n_cols > 0 ? CONVERT_STEP / c->n_cols : 1;
+  for (size_t row = 0; row < c->n_rows; row += rows_at_once) {
+    const size_t n_rows = c->n_rows - row < rows_at_once ? c->n_rows - row : rows_at_once;
+    for (size_t column = 0; column < c->n_cols; column += CONVERT_STEP) {
+      const size_t n_cols = c->n_cols - column < CONVERT_STEP ? c->n_cols - column : CONVERT_STEP;
+      const float *importance = c->importance ? c->importance + column : NULL;
+      const int status = convert_piece(c, row * c->n_cols + column, n_rows, n_cols, importance, bad, loss);
+      if (status != 0) return status;
+    }
   }
   return 0;
 }

@@ -31,11 +31,11 @@ bool clb_can_quantize(uint32_t type);
 // Encodes rows of n_cols weights, one behind the other.
 //   x           [n_rows, n_cols], finite
 //   importance  [n_cols], finite, >= 0: the weight of each column's squared error, or NULL for equal weights. Where it
-//               is zero over a whole group of weights that share a scale, they count equally.
+//               is zero (below 2^-100) over a whole group of weights that share a scale, they count equally.
 //   dst         [n_rows, bytes of a row]
 // Returns 0; -1 for a type that cannot be encoded or an n_cols that is no multiple of its block; or 1 when a weight is
 // too large for the type, or is not finite: *bad is then the index of the first such weight, and dst is undefined.
-// Takes about 8 KiB of stack; allocates nothing.
+// Takes about 10 KiB of stack; allocates nothing.
 int clb_quantize_rows(const clb_kernels *k, uint32_t type, clb_effort effort, const float *x, size_t n_rows,
                       size_t n_cols, const float *importance, void *dst, uint64_t *bad);
 int clb_quantize_rows_best(uint32_t type, clb_effort effort, const float *x, size_t n_rows, size_t n_cols,
@@ -50,6 +50,22 @@ typedef struct {
 // Adds to *loss what n_rows encoded rows lost, in one fixed order of sums. Returns 0, or -1 as clb_quantize_rows.
 int clb_add_loss(uint32_t type, const void *encoded, const float *x, size_t n_rows, size_t n_cols,
                  const float *importance, clb_loss *loss);
+
+// From one type to another. `src` has whole blocks of type `from`; its first `skip` weights are left out, the next
+// n_rows * n_cols become rows of `type` at dst.
+typedef struct {
+  uint32_t from, type;
+  clb_effort effort;
+  const void *src;
+  size_t skip, n_rows, n_cols;
+  const float *importance;  // as above
+  void *dst;
+} clb_conversion;
+
+// Decodes and encodes by pieces that stay in a core's cache; the bytes are those of clb_quantize_rows. With a loss (or
+// NULL) adds to it what is lost. Returns what clb_quantize_rows does, and -1 for a `from` that cannot be decoded too;
+// *bad counts from the first weight that is not left out. Takes about 30 KiB of stack; allocates nothing.
+int clb_convert_rows(const clb_conversion *c, uint64_t *bad, clb_loss *loss);
 
 #ifdef __cplusplus
 }

@@ -7,6 +7,7 @@
 
 #define TARGET __attribute__((target("avx2,f16c")))
 #define INLINE static inline __attribute__((always_inline, target("avx2,f16c")))
+#define OUTLINE INLINE
 #define MIN(a, b) _mm256_min_ps(a, b)
 #define MAX(a, b) _mm256_max_ps(a, b)
 #define ANY(mask) (_mm256_movemask_ps((__m256)(mask)) != 0)

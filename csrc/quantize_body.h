@@ -62,7 +62,9 @@ INLINE candidates upper_end(const code_set *c, int n_steps, float first, float s
 // A scale that is searched, as it is stored, and its codes plus `zero`, which is even.
 INLINE v8 symmetric_best(const groups *g, m8 *q, const code_set *set, const candidates *t, int zero) {
   fixed f;
-  const v8 scale = f16_round_lanes(scale_search(&f, g, set, t)), inv = inverse(scale);
+  v8 found;
+  scale_search(&f, g, set, t, &found);
+  const v8 scale = f16_round_lanes(found), inv = inverse(scale);
   for (int j = 0; j < 32; j++) q[j] = low_bits(code_value(set, g->x[j] * inv), (float)zero);
   return scale;
 }
@@ -75,7 +77,7 @@ INLINE void encode_symmetric(const clb_encode_context *c, const float *x, size_t
   const int half = five ? 16 : 8;
   const size_t block_bytes = five ? 22 : 18;
   const code_set set = {-half, half - 1, NULL};
-  const candidates t = plan_symmetric(c, &set);
+  const candidates t = is_searched(c) ? plan_symmetric(c, &set) : (candidates){0};
   for (size_t b = 0; b < n; b += LANES) {
     groups g;
     codes32 codes;
@@ -101,7 +103,8 @@ INLINE affine affine_best(const groups *g, const code_set *set, const candidates
   const float q_max = (float)set->high;
   fixed f;
   v8 low, high;
-  const affine found = affine_search(&f, g, set, false, t);
+  affine found;
+  affine_search(&f, g, set, false, t, &found);
   range_of(g, &low, &high);
   affine best = {.scale = f16_round_lanes((high - low) / splat(q_max)), .base = f16_round_lanes(low)};
   best.gain = -affine_error(g, best.scale, best.base, q_max);
@@ -179,7 +182,7 @@ INLINE m8 round_half_away(v8 x) {
 
 TARGET static void encode_q8_0(const clb_encode_context *c, const float *x, size_t n, uint8_t *dst) {
   const code_set set = {-127, 127, NULL};
-  const candidates t = plan_symmetric(c, &set);
+  const candidates t = is_searched(c) ? plan_symmetric(c, &set) : (candidates){0};
   for (size_t b = 0; b < n; b += LANES) {
     groups g;
     codes32 codes;
@@ -293,7 +296,9 @@ TARGET static void encode_iq4_nl(const clb_encode_context *c, const float *x, si
     const size_t n_now = n - b < LANES ? n - b : LANES;
     load_blocks(&g, c, x, b, n_now);
     fixed f;
-    const v8 scale = f16_round_lanes(scale_search(&f, &g, &set, &t)), inv = inverse(scale);
+    v8 found;
+    scale_search(&f, &g, &set, &t, &found);
+    const v8 scale = f16_round_lanes(found), inv = inverse(scale);
     for (int j = 0; j < 32; j++) {
       m8 code = {0};
       for (int i = 1; i < 16; i++) {
@@ -372,12 +377,13 @@ INLINE v8 in_units(const fixed *f, v8 x) {
 // The gain of integers `scale` and `low` with the factors of k.
 INLINE v8 min_gain(const fixed *f, const scales *k, const code_set *c, v8 scale, v8 low, code_sums *sums) {
   const v8 units = in_units(f, splat(k->d) * scale), base = in_units(f, splat(-k->d_min) * low - f->low);
-  *sums = add_codes(f, c, factor_of(inverse(units)), &base);
+  const h16 factor = factor_of(inverse(units));
+  add_codes(f, c, &factor, &base, sums);
   return affine_gain(f, sums, units, base);
 }
 
 // The best integers around the present ones, for the present d and d_min. Returns the gain of all groups.
-INLINE float tune_min(const super_block *s, scales *k, const super_plan *p, int radius) {
+OUTLINE float tune_min(const super_block *s, scales *k, const super_plan *p, int radius) {
   const float top = (float)p->scale_high;
   float total = 0;
   for (int v = 0; v < s->n_vectors; v++) {
@@ -433,8 +439,9 @@ INLINE void round_min(const super_block *s, scales *k, const super_plan *p, cons
   const float top = (float)p->scale_high;
   float scale = 0, low = 0;
   for (int v = 0; v < s->n_vectors; v++) {
-    scale = fmaxf(scale, max_lanes(found[v].scale));
-    low = fmaxf(low, max_lanes(-found[v].base));
+    const float most = max_lanes(found[v].scale), most_low = max_lanes(-found[v].base);
+    scale = most > scale ? most : scale;  // not fmaxf: of 0 and -0 it may return either
+    low = most_low > low ? most_low : low;
   }
   k->d = f16_round(scale / top);
   k->d_min = f16_round(low / top);
@@ -448,7 +455,7 @@ INLINE scales encode_min_super(super_block *s, const super_plan *p, uint8_t code
   affine found[2];
   scales best;
   m8 q[32];
-  for (int v = 0; v < s->n_vectors; v++) found[v] = affine_search(&s->f[v], &s->g[v], &p->set, true, &p->t);
+  for (int v = 0; v < s->n_vectors; v++) affine_search(&s->f[v], &s->g[v], &p->set, true, &p->t, &found[v]);
   round_min(s, &best, p, found);
   float most = tune_min(s, &best, p, p->radius);
   for (int round = 0; round < p->n_rounds; round++) {
@@ -485,7 +492,7 @@ INLINE void put_scales_6(uint8_t *dst, const scales *k) {
 // matrices: with fewer, one of these comes out worse than it needs to.
 INLINE super_plan plan_min(const clb_encode_context *c, int q_max, int scale_max) {
   const bool fast = c->effort == CLB_EFFORT_FAST, best = c->effort == CLB_EFFORT_BEST;
-  const int n_steps = fast ? 6 : best ? 28 : 14;
+  const int n_steps = fast ? 6 : best ? 28 : q_max > 3 ? 10 : 14;
   super_plan p = {.set = {0, q_max, NULL}, .scale_high = scale_max};
   if (fast) {
     p.t = upper_end(&p.set, n_steps, -0.7f, 0.2f);
@@ -571,7 +578,7 @@ TARGET static void encode_q2_k(const clb_encode_context *c, const float *x, size
 
 // --- with scales alone ---
 
-INLINE float tune_scales(const super_block *s, scales *k, const super_plan *p, int radius) {
+OUTLINE float tune_scales(const super_block *s, scales *k, const super_plan *p, int radius) {
   float total = 0;
   for (int v = 0; v < s->n_vectors; v++) {
     const fixed *f = &s->f[v];
@@ -581,7 +588,9 @@ INLINE float tune_scales(const super_block *s, scales *k, const super_plan *p, i
       const int step = i == 0 ? 0 : i <= radius ? -i : i - radius;
       const v8 scale = clamp(middle + splat((float)step), (float)p->scale_low, (float)p->scale_high);
       const v8 units = in_units(f, splat(k->d) * scale);
-      const code_sums sums = add_codes(f, &p->set, factor_of(inverse(units)), NULL);
+      const h16 factor = factor_of(inverse(units));
+      code_sums sums;
+      add_codes(f, &p->set, &factor, NULL, &sums);
       const v8 other = units * (splat(2) * sums.yq - units * sums.qq);
       const m8 better = i == 0 ? (m8){-1, -1, -1, -1, -1, -1, -1, -1} : other > gain;
       gain = pick(better, other, gain);
@@ -621,7 +630,7 @@ INLINE scales encode_scaled_super(super_block *s, const super_plan *p, uint8_t c
   v8 found[2];
   scales best;
   m8 q[32];
-  for (int v = 0; v < s->n_vectors; v++) found[v] = scale_search(&s->f[v], &s->g[v], &p->set, &p->t);
+  for (int v = 0; v < s->n_vectors; v++) scale_search(&s->f[v], &s->g[v], &p->set, &p->t, &found[v]);
   round_scales(s, &best, p, found);
   float most = tune_scales(s, &best, p, p->radius);
   for (int round = 0; round < p->n_rounds; round++) {
@@ -643,7 +652,7 @@ INLINE scales encode_scaled_super(super_block *s, const super_plan *p, uint8_t c
 
 INLINE super_plan plan_scales(const clb_encode_context *c, code_set set, int scale_low, float width) {
   const bool fast = c->effort == CLB_EFFORT_FAST, best = c->effort == CLB_EFFORT_BEST;
-  const int n_steps = fast ? 3 : best ? 14 : 6;
+  const int n_steps = fast ? 3 : best ? 14 : 4;
   super_plan p = {.set = set, .scale_low = scale_low, .scale_high = -scale_low - 1};
   p.t = both_ends(&set, n_steps, -width, 2 * width / (float)(n_steps - 1));
   p.radius = fast ? 0 : best ? 3 : 1;

@@ -143,12 +143,12 @@ INLINE h16 factor_of(v8 inv) {
 }
 
 // Codes of (y - base) times a factor; no base is 0.
-INLINE code_sums add_codes(const fixed *f, const code_set *c, h16 factor, const v8 *base) {
+OUTLINE void add_codes(const fixed *f, const code_set *c, const h16 *factor, const v8 *base, code_sums *sums) {
   const h16 from = base ? pair_of_same(clamp(*base, -16384, 16384)) : splat_16(0);
   h16 plain = splat_16(0);
   m8 q = {0}, qq = {0}, yq = {0};
   for (int p = 0; p < f->n_pairs; p++) {
-    const h16 code = code_16(c, scale_16(base ? f->y[p] - from : f->y[p], factor));
+    const h16 code = code_16(c, scale_16(base ? f->y[p] - from : f->y[p], *factor));
     const h16 weighted = f->weighted ? f->w[p] * code : code;
     if (f->weighted) {
       q += dot_16(weighted, splat_16(1));
@@ -158,7 +158,7 @@ INLINE code_sums add_codes(const fixed *f, const code_set *c, h16 factor, const 
     qq += dot_16(weighted, code);
     yq += dot_16(weighted, f->y[p]);
   }
-  return (code_sums){to_float(f->weighted ? q : dot_16(plain, splat_16(1))), to_float(qq), to_float(yq)};
+  *sums = (code_sums){to_float(f->weighted ? q : dot_16(plain, splat_16(1))), to_float(qq), to_float(yq)};
 }
 
 // Scales to try: a group's largest weight becomes steps[i] of its codes.
@@ -208,7 +208,8 @@ INLINE void keep_better(affine *best, const affine *found) {
 // Then the best is fitted to its own codes a few times. With `below`, the base is at most 0.
 enum { POLISH = 2 };
 
-INLINE affine affine_search(fixed *f, const groups *g, const code_set *c, bool below, const candidates *t) {
+OUTLINE void affine_search(fixed *f, const groups *g, const code_set *c, bool below, const candidates *t,
+                           affine *result) {
   v8 low, high;
   range_of(g, &low, &high);
   if (below) low = vector_min(low, splat(0));
@@ -219,18 +220,20 @@ INLINE affine affine_search(fixed *f, const groups *g, const code_set *c, bool b
   const v8 top = below ? -low * f->inv_unit : splat(0x1p40f);
   affine best = {.scale = splat(0), .base = splat(0), .gain = splat(0)};
   for (int i = 0; i < t->n; i++) {
-    const code_sums sums = add_codes(f, c, factor_of(splat(t->steps[i]) * inv_range), NULL);
+    const h16 factor = factor_of(splat(t->steps[i]) * inv_range);
+    code_sums sums;
+    add_codes(f, c, &factor, NULL, &sums);
     const affine found = affine_fit(f, &sums, range * splat(1 / t->steps[i]), top);
     keep_better(&best, &found);
   }
   for (int i = 0; i < POLISH; i++) {
-    const code_sums sums = add_codes(f, c, factor_of(inverse(best.scale)), &best.base);
+    const h16 factor = factor_of(inverse(best.scale));
+    code_sums sums;
+    add_codes(f, c, &factor, &best.base, &sums);
     const affine found = affine_fit(f, &sums, best.scale, top);
     keep_better(&best, &found);
   }
-  best.scale *= f->unit;
-  best.base = best.base * f->unit + low;
-  return best;
+  *result = (affine){.scale = best.scale * f->unit, .base = best.base * f->unit + low};
 }
 
 INLINE v8 affine_code(v8 x, v8 inv, v8 base, float q_max) {
@@ -263,7 +266,7 @@ INLINE v8 affine_scale_fit(const groups *g, v8 inv, v8 base, float q_max) {
 
 // The weight of largest magnitude goes to the end of the range, or somewhat within or beyond it, on either side; then
 // the best is fitted to its own codes. The gain of a fitted scale, yq / qq, is yq^2 / qq. Also fills `f`.
-INLINE v8 scale_search(fixed *f, const groups *g, const code_set *c, const candidates *t) {
+OUTLINE void scale_search(fixed *f, const groups *g, const code_set *c, const candidates *t, v8 *scale) {
   v8 low, high, qq = splat(1), yq = splat(0);
   range_of(g, &low, &high);
   fix_groups(f, g, c, splat(0), vector_max(high, -low));
@@ -271,12 +274,13 @@ INLINE v8 scale_search(fixed *f, const groups *g, const code_set *c, const candi
   for (int i = 0; i <= t->n; i++) {
     const h16 factor = i < t->n ? splat_16((int)(t->steps[i] * (32768 / largest_y(c)))) : factor_of(qq * inverse(yq));
     const h16 turned = i < t->n ? (factor ^ (h16)negative) - (h16)negative : factor;
-    const code_sums s = add_codes(f, c, turned, NULL);
+    code_sums s;
+    add_codes(f, c, &turned, NULL, &s);
     const m8 better = s.yq * s.yq * qq > yq * yq * s.qq;
     qq = pick(better, s.qq, qq);
     yq = pick(better, s.yq, yq);
   }
-  return yq * inverse(qq) * f->unit;
+  *scale = yq * inverse(qq) * f->unit;
 }
 
 INLINE v8 code_value(const code_set *c, v8 y) {

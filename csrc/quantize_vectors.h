@@ -1,6 +1,7 @@
 // Vectors for the encoders: eight floats or integers, sixteen 16-bit integers, and how they come from and go to memory.
-// Included by quantize_body.h, once for each instruction set; the including file defines INLINE (with its target), and
-// may define the instructions that C cannot say: MIN, MAX, ANY, MIN_16, MAX_16, SCALE_16, DOT_16, TO_F16, FROM_F16.
+// Included by quantize_body.h, once for each instruction set; the including file defines INLINE (with its target) and
+// OUTLINE, which is INLINE or makes a function of its own, and may define the instructions that C cannot say: MIN, MAX,
+// ANY, MIN_16, MAX_16, SCALE_16, DOT_16, TO_F16, FROM_F16.
 #include <math.h>
 #include <string.h>
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from c_programs import WARNINGS, compile_c
+from c_programs import ASAN, DEBUG, WARNINGS, command, compile_c, sanitizer
 from gguf import GGMLQuantizationType as T
 from gguf import quants
 from hypothesis import given, settings
@@ -71,12 +73,14 @@ class Encoders:
         return out
 
 
+SOURCES = sorted([*(ROOT / "csrc").glob("blocks*.c"), *(ROOT / "csrc").glob("quantize*.c")])
+
+
 @pytest.fixture(scope="session")
 def encode(tmp_path_factory: pytest.TempPathFactory) -> Encoders:
     """The encoders, built with optimization."""
-    sources = [*(ROOT / "csrc").glob("blocks*.c"), *(ROOT / "csrc").glob("quantize*.c")]
     path = tmp_path_factory.mktemp("quantize") / "libquantize.so"
-    compile_c(sorted(sources), [*WARNINGS, "-O3", "-shared", "-fPIC", "-lm"], path)
+    compile_c(SOURCES, [*WARNINGS, "-O3", "-shared", "-fPIC", "-lm"], path)
     return Encoders(ctypes.CDLL(str(path)))
 
 
@@ -204,6 +208,30 @@ def test_portable_and_simd_code_give_the_same_bytes(
     for weights in (None, importance):
         simd = encode(t, x, effort, weights)
         assert np.array_equal(simd, encode(t, x, effort, weights, portable=True))
+
+
+PROGRAM = [ROOT / "tests/c/test_quantize.c", *SOURCES]
+CROSS = ("aarch64-linux-gnu-gcc", "qemu-aarch64")
+
+
+def test_no_access_outside_buffers(tmp_path: Path) -> None:
+    compile_c(PROGRAM, [*DEBUG, *sanitizer(ASAN, tmp_path)], tmp_path / "test_quantize")
+    subprocess.run(command(tmp_path / "test_quantize"), check=True, capture_output=True)
+
+
+def test_another_cpu_and_another_compiler_give_the_same_bytes(tmp_path: Path) -> None:
+    """x86-64 with AVX2, and where the tools are there clang, and NEON in an emulator."""
+    flags = ["-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", f"-I{ROOT / 'csrc'}"]
+    results = set()
+    for compiler, emulator in (("cc", []), ("clang", []), (CROSS[0], [CROSS[1]])):
+        if not all(shutil.which(program) for program in (compiler, *emulator)):
+            continue
+        out, more = tmp_path / compiler, [*WARNINGS, "-O2", *(["-static"] if emulator else [])]
+        call = [compiler, *flags, *more, *map(str, PROGRAM), "-lm", "-o", str(out)]
+        subprocess.run(call, check=True, capture_output=True)
+        done = subprocess.run([*emulator, str(out)], check=True, capture_output=True)
+        results.add(done.stdout)
+    assert len(results) == 1
 
 
 @by_type

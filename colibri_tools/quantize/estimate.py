@@ -9,13 +9,12 @@ from colibri_tools.dtypes import DType
 from colibri_tools.quantize.encoding import Encoded, Encoding
 from colibri_tools.quantize.report import Estimate
 from colibri_tools.sources import Source
+from colibri_tools.sources.encoded import STEP_WEIGHTS
 
 __all__ = ["estimate"]
 
 _SAMPLE_WEIGHTS = 1 << 18
 _BASE_BYTES = 64 << 20
-_SCRATCH_BYTES = 4 << 20
-"""A thread's decoded weights and what they are decoded from."""
 
 
 def estimate(
@@ -36,7 +35,9 @@ def estimate(
     for items in kinds.values():
         n_weights = sum(item.matrix.n_weights for item in items)
         seconds += n_weights * _seconds_per_weight(encoding, source, items[0])
-    memory = _BASE_BYTES + n_threads * (buffer_bytes + _SCRATCH_BYTES)
+    step = min(STEP_WEIGHTS, max(item.matrix.n_weights for item in encoding.encoded))
+    scratch = max(step * before.block_bytes // before.block_weights for before, _ in kinds)
+    memory = _BASE_BYTES + n_threads * (buffer_bytes + scratch)
     return Estimate(seconds / n_threads, n_threads, memory)
 
 

@@ -14,10 +14,10 @@ from colibri_tools.dtypes import DType
 from colibri_tools.errors import SourceError, quote
 from colibri_tools.sources.catalog import Source, SourceTensor
 
-__all__ = ["EncodedView", "Loss", "LossSums"]
+__all__ = ["STEP_WEIGHTS", "EncodedView", "Loss", "LossSums"]
 
-_STEP_WEIGHTS = 1 << 18
-"""Weights in memory as float32 at a time: they and their encoding stay in a core's cache."""
+STEP_WEIGHTS = 1 << 21
+"""So many weights are read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,9 @@ class EncodedView:
         """Cut a range into (first weight, rows, columns): whole rows, or a part of one."""
         while left > 0:
             rest = self.cols - first % self.cols
-            n_rows, n_cols = 1, min(left, rest, _STEP_WEIGHTS)
+            n_rows, n_cols = 1, min(left, rest, STEP_WEIGHTS)
             if n_cols == self.cols:
-                n_rows = max(1, min(left, _STEP_WEIGHTS) // n_cols)
+                n_rows = max(1, min(left, STEP_WEIGHTS) // n_cols)
             yield first, n_rows, n_cols
             first, left = first + n_rows * n_cols, left - n_rows * n_cols
 
@@ -128,29 +128,30 @@ class EncodedView:
     ) -> None:
         from colibri_tools import native  # late: a source can be listed without the C code
 
-        weights = self._decoded(source, first, shape[0] * shape[1]).reshape(shape)
-        bad = native.quantize(
-            self.dtype.id, weights, effort=self.effort, importance=importance, out=out
+        # The base's blocks may be longer than this type's: whole ones around the range are read.
+        before, n = self.base.dtype, shape[0] * shape[1]
+        begin = first // before.block_weights
+        end = -(-(first + n) // before.block_weights)
+        raw = _scratch((end - begin) * before.block_bytes)
+        source.read_into(self.base, begin * before.block_bytes, raw.data)
+        skip = first - begin * before.block_weights
+        found = native.convert_rows(
+            before.id,
+            raw,
+            skip,
+            self.dtype.id,
+            shape,
+            out,
+            effort=self.effort,
+            importance=importance,
+            measure=self.loss is not None,
         )
-        if isinstance(bad, int):
-            raise self._does_not_fit(first + bad, float(weights.flat[bad]))
-        if self.loss is not None:
-            sums = native.quantize_loss(self.dtype.id, out, weights, importance)
-            self.loss.put(first, LossSums(*sums))
-
-    def _decoded(self, source: Source, first: int, n: int) -> npt.NDArray[np.float32]:
-        """Return weights as float32 [n], valid until this thread's next call."""
-        from colibri_tools import native
-
-        dtype = self.base.dtype
-        # The base's blocks may be longer than this type's: whole ones are decoded around the range.
-        block = dtype.block_weights
-        begin, end = first // block * block, -(-(first + n) // block) * block
-        raw = _scratch("raw", dtype.n_bytes(end - begin))
-        source.read_into(self.base, dtype.n_bytes(begin), raw.data)
-        weights = _scratch("weights", 4 * (end - begin)).view(np.float32)
-        native.dequantize(dtype.id, raw, end - begin, out=weights)
-        return weights[first - begin :][:n]
+        if isinstance(found, int):
+            n_weights = (end - begin) * before.block_weights
+            weights = native.dequantize(before.id, raw, n_weights)
+            raise self._does_not_fit(first + found, float(weights[skip + found]))
+        if self.loss is not None and found is not None:
+            self.loss.put(first, LossSums(*found))
 
     def _does_not_fit(self, index: int, value: float) -> SourceError:
         where = ", ".join(str(number) for number in self.locate(index))
@@ -165,10 +166,9 @@ class EncodedView:
 _buffers = threading.local()
 
 
-def _scratch(name: str, n_bytes: int) -> npt.NDArray[np.uint8]:
+def _scratch(n_bytes: int) -> npt.NDArray[np.uint8]:
     """Return a buffer of this thread's own: new ones would be paged in at every step."""
-    found: npt.NDArray[np.uint8] | None = getattr(_buffers, name, None)
+    found: npt.NDArray[np.uint8] | None = getattr(_buffers, "raw", None)
     if found is None or found.nbytes < n_bytes:
-        found = np.empty(n_bytes, np.uint8)
-        setattr(_buffers, name, found)
+        found = _buffers.raw = np.empty(n_bytes, np.uint8)
     return found[:n_bytes]
