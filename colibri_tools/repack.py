@@ -33,7 +33,7 @@ from colibri_tools.quantize.importance import load_importance
 from colibri_tools.quantize.report import EncodingReport, report_on
 from colibri_tools.report_file import check_report, write_report
 from colibri_tools.sources import Source, SourceTensor, open_source
-from colibri_tools.sources.encoded import EncodedView
+from colibri_tools.sources.encoded import EncodedView, WeightError
 from colibri_tools.text.derive import text_parts
 
 if TYPE_CHECKING:
@@ -417,14 +417,18 @@ class _Copier:
             block[end : read.offset] = bytes(read.offset - end)
             end = read.offset + read.n_bytes
             part = block[read.offset : end]
-            self._source.read_into(read.tensor, read.start, part)
-            n_weights = read.rows * read.cols
-            bad = _find_nonfinite(read.tensor, part, n_weights)
+            dtype = read.tensor.dtype
+            first = read.start // dtype.block_bytes * dtype.block_weights
+            place = f"layer {task.layer} expert {task.expert} {read.part.label}"
+            try:
+                self._source.read_into(read.tensor, read.start, part)
+            except WeightError as error:
+                row, col = divmod(error.index - first, read.cols)
+                raise error.within(f"{place} [{row}, {col}]") from None
+            bad = _find_nonfinite(read.tensor, part, read.rows * read.cols)
             if bad is not None:
-                first_weight = read.start // read.tensor.dtype.block_bytes
-                index = first_weight * read.tensor.dtype.block_weights + bad[0]
-                place = f"layer {task.layer} expert {task.expert} {read.part.label}"
-                raise _not_finite(read.tensor, index, bad[1], place, divmod(bad[0], read.cols))
+                inner = divmod(bad[0], read.cols)
+                raise _not_finite(read.tensor, first + bad[0], bad[1], place, inner)
 
     def _done_reading(self, tensor: SourceTensor) -> None:
         with self._lock:

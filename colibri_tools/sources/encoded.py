@@ -14,10 +14,24 @@ from colibri_tools.dtypes import DType
 from colibri_tools.errors import SourceError, quote
 from colibri_tools.sources.catalog import Source, SourceTensor
 
-__all__ = ["STEP_WEIGHTS", "EncodedView", "Loss", "LossSums"]
+__all__ = ["STEP_WEIGHTS", "EncodedView", "Loss", "LossSums", "WeightError"]
 
 STEP_WEIGHTS = 1 << 21
 """So many weights are read at a time."""
+
+
+class WeightError(SourceError):
+    """A weight that no type, or not this one, can hold; `index` is its place in the tensor."""
+
+    def __init__(self, index: int, where: str, why: str) -> None:
+        super().__init__(f"{where}: {why}")
+        self.index = index
+        self._parts = where, why
+
+    def within(self, place: str) -> WeightError:
+        """Return the same error with what else is known about where the weight is."""
+        where, why = self._parts
+        return WeightError(self.index, f"{where} ({place})", why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +108,7 @@ class EncodedView:
     def read_into(self, source: Source, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of the encoded tensor on, whole quant blocks.
 
-        Raises SourceError, naming the place, for a weight that is not finite or too large.
+        Raises WeightError for a weight that is not finite or too large.
         """
         to = np.frombuffer(out, np.uint8)
         importance = None if self.importance is None else self.importance()
@@ -153,14 +167,14 @@ class EncodedView:
         if self.loss is not None and found is not None:
             self.loss.put(first, LossSums(*found))
 
-    def _does_not_fit(self, index: int, value: float) -> SourceError:
+    def _does_not_fit(self, index: int, value: float) -> WeightError:
         where = ", ".join(str(number) for number in self.locate(index))
         why = (
             f"too large for {self.dtype.name}; give it a type with more range by --rule"
             if np.isfinite(value)
             else "the checkpoint is damaged, fetch or save it again"
         )
-        return SourceError(f"tensor {quote(self.base.name)}: {value} at [{where}]: {why}")
+        return WeightError(index, f"tensor {quote(self.base.name)}: {value} at [{where}]", why)
 
 
 _buffers = threading.local()
