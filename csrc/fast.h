@@ -20,7 +20,7 @@
 // the exact kernels of blocks.h with f32 activations: kind CLB_FAST_X_NONE.
 //
 // Sources may start at any byte, quantized activations at multiples of 64. No function reads past the last byte of a
-// row. Nothing here allocates; the deepest function takes about 64 KiB of stack.
+// row. Nothing here allocates; the deepest function takes about 100 KiB of stack.
 #ifndef CLB_FAST_H
 #define CLB_FAST_H
 

@@ -29,9 +29,10 @@
 
 enum {
   TILE_ROWS = 8,
+  MAX_TILES = 2,
   TILE_TOKENS = 128,  // tokens that share one decoding of the weights
   TOGETHER = 4,       // tokens multiplied at a time
-  TILE_GROUPS = 4,    // groups decoded at a time
+  TILE_GROUPS = 4,    // groups decoded at a time, or half as many where codes are widened
   FEW_TOKENS = 3,     // up to here, decoding anew for every token is cheaper than a tile
   PREFETCH_BYTES = 2048,
 #if defined(DPBUSD)
@@ -358,8 +359,9 @@ typedef __m256i codes_fn(const uint8_t *w, int b);
 typedef struct {
   clb_fast_form form;
   clb_fast_x_kind kind;
-  int bias;  // the exponent; NO_BIAS: none
-  int full;  // codes of 8 bits
+  int bias;   // the exponent; NO_BIAS: none
+  int full;   // codes of 8 bits
+  int tiles;  // multiplied at a time
   scales_fn *scales;
   codes_fn *codes;
 } type_traits;
@@ -495,8 +497,8 @@ INLINE float row_by_token(type_traits t, const clb_fast_product *p, const clb_fa
 
 typedef struct {
   _Alignas(64) union {
-    uint8_t codes[TILE_GROUPS * 8][8][TILE_ROWS][4];  // [block][column / 4][row][column % 4]
-    int16_t wide[TILE_GROUPS * 8][16][TILE_ROWS][2];  // the same of pairs of columns, in the order of clb_fast_x16
+    uint8_t codes[TILE_GROUPS * 8][8][TILE_ROWS][4];      // [block][column / 4][row][column % 4]
+    int16_t wide[TILE_GROUPS / 2 * 8][16][TILE_ROWS][2];  // the same of pairs of columns, in the order of clb_fast_x16
   };
   float d[TILE_GROUPS * 8][TILE_ROWS], add[TILE_GROUPS * 8][TILE_ROWS];
   float sub[TILE_GROUPS * 16][TILE_ROWS], min[TILE_GROUPS * 16][TILE_ROWS];  // [half]
@@ -569,14 +571,17 @@ INLINE void decode_scales(type_traits t, tile *dst, int g, const uint8_t *const 
   }
 }
 
-// Sums of 16 or 32 products, from column group `first` to `last`, of a block of 8 rows with n tokens.
+// Sums of 16 or 32 products, from column group `first` to `last`, of a block of the rows of all tiles with TOGETHER
+// tokens.
 INLINE void multiply_columns(type_traits t, const tile *w, int block, int first, int last,
-                             const int8_t *const q[TOGETHER], __m256i sums[TOGETHER]) {
-  UNROLL for (int i = 0; i < TOGETHER; i++) sums[i] = _mm256_setzero_si256();
+                             const int8_t *const q[TOGETHER], __m256i sums[MAX_TILES][TOGETHER]) {
+  UNROLL for (int r = 0; r < t.tiles; r++) {
+    UNROLL for (int i = 0; i < TOGETHER; i++) sums[r][i] = _mm256_setzero_si256();
+  }
   UNROLL for (int c = first; c < last; c++) {
-    __m256i codes = load32(w->codes[block][c]);
     UNROLL for (int i = 0; i < TOGETHER; i++) {
-      sums[i] = dot_4(t.full, sums[i], codes, _mm256_set1_epi32((int)load_u32(q[i] + 4 * c)));
+      __m256i x = _mm256_set1_epi32((int)load_u32(q[i] + 4 * c));
+      UNROLL for (int r = 0; r < t.tiles; r++) sums[r][i] = dot_4(t.full, sums[r][i], load32(w[r].codes[block][c]), x);
     }
   }
 }
@@ -590,39 +595,47 @@ INLINE __m256 load_splat(const float *p) {
   return _mm256_broadcast_ss(p);
 }
 
-// The integer dot products of a block of 8 rows with TOGETHER tokens; b is its number in the group. Products of
-// sub-scales and sums are integers below 2^24: exact as floats.
+// The integer dot products of block b of a group, number `block` of the tiles. Products of sub-scales and sums are
+// integers below 2^24: exact as floats.
 INLINE void block_totals_8(type_traits t, const tile *w, int block, int b, const clb_fast_x8 *const x[TOGETHER],
-                           __m256 total[TOGETHER]) {
+                           __m256 total[MAX_TILES][TOGETHER]) {
   const int8_t *q[TOGETHER];
-  __m256i sums[TOGETHER];
+  __m256i sums[MAX_TILES][TOGETHER];
   UNROLL for (int i = 0; i < TOGETHER; i++) q[i] = x[i]->q + 32 * b;
-  if (has_sub(t)) {
-    multiply_columns(t, w, block, 0, 4, q, sums);
-    __m256 sub = _mm256_load_ps(w->sub[2 * block]);
-    UNROLL for (int i = 0; i < TOGETHER; i++) total[i] = _mm256_mul_ps(sub, unbiased(t, sums[i], x[i]->half[2 * b]));
-    multiply_columns(t, w, block, 4, 8, q, sums);
-    sub = _mm256_load_ps(w->sub[2 * block + 1]);
-    UNROLL for (int i = 0; i < TOGETHER; i++) {
-      total[i] = _mm256_fmadd_ps(sub, unbiased(t, sums[i], x[i]->half[2 * b + 1]), total[i]);
-    }
-  } else {
+  if (!has_sub(t)) {
     multiply_columns(t, w, block, 0, 8, q, sums);
-    UNROLL for (int i = 0; i < TOGETHER; i++) total[i] = unbiased(t, sums[i], x[i]->sum[b]);
+    UNROLL for (int r = 0; r < t.tiles; r++) {
+      UNROLL for (int i = 0; i < TOGETHER; i++) total[r][i] = unbiased(t, sums[r][i], x[i]->sum[b]);
+    }
+    return;
+  }
+  UNROLL for (int half = 0; half < 2; half++) {
+    multiply_columns(t, w, block, 4 * half, 4 * half + 4, q, sums);
+    UNROLL for (int r = 0; r < t.tiles; r++) {
+      __m256 sub = _mm256_load_ps(w[r].sub[2 * block + half]);
+      UNROLL for (int i = 0; i < TOGETHER; i++) {
+        __m256 v = unbiased(t, sums[r][i], x[i]->half[2 * b + half]);
+        total[r][i] = half == 0 ? _mm256_mul_ps(sub, v) : _mm256_fmadd_ps(sub, v, total[r][i]);
+      }
+    }
   }
 }
 
-INLINE void block_totals_16(const tile *w, int block, int b, const clb_fast_x16 *const x[TOGETHER],
-                            __m256 total[TOGETHER]) {
-  __m256i sums[TOGETHER];
-  UNROLL for (int i = 0; i < TOGETHER; i++) sums[i] = _mm256_setzero_si256();
+INLINE void block_totals_16(type_traits t, const tile *w, int block, int b, const clb_fast_x16 *const x[TOGETHER],
+                            __m256 total[MAX_TILES][TOGETHER]) {
+  __m256i sums[MAX_TILES][TOGETHER];
+  UNROLL for (int r = 0; r < t.tiles; r++) {
+    UNROLL for (int i = 0; i < TOGETHER; i++) sums[r][i] = _mm256_setzero_si256();
+  }
   UNROLL for (int c = 0; c < 16; c++) {
-    __m256i wide = load32(w->wide[block][c]);
     UNROLL for (int i = 0; i < TOGETHER; i++) {
-      sums[i] = dot_2(sums[i], wide, _mm256_set1_epi32((int)load_u32(x[i]->q + 32 * b + 2 * c)));
+      __m256i q = _mm256_set1_epi32((int)load_u32(x[i]->q + 32 * b + 2 * c));
+      UNROLL for (int r = 0; r < t.tiles; r++) sums[r][i] = dot_2(sums[r][i], load32(w[r].wide[block][c]), q);
     }
   }
-  UNROLL for (int i = 0; i < TOGETHER; i++) total[i] = _mm256_cvtepi32_ps(sums[i]);
+  UNROLL for (int r = 0; r < t.tiles; r++) {
+    UNROLL for (int i = 0; i < TOGETHER; i++) total[r][i] = _mm256_cvtepi32_ps(sums[r][i]);
+  }
 }
 
 // Sums of 16 codes times minimums.
@@ -631,37 +644,44 @@ INLINE __m256 block_mins(const tile *w, int block, int b, const clb_fast_x8 *x) 
   return _mm256_fmadd_ps(_mm256_load_ps(w->min[2 * block + 1]), _mm256_set1_ps(x->half[2 * b + 1]), mins);
 }
 
+// Partial sums of one token and tile: [block of a group][row]. Those of a token follow one another.
+typedef float partials[8][TILE_ROWS];
+
 INLINE void multiply_block_8(type_traits t, const tile *w, int block, int b, const clb_fast_x8 *const x[TOGETHER],
-                             float (*partial)[8][TILE_ROWS]) {
-  __m256 total[TOGETHER];
+                             partials *partial) {
+  __m256 total[MAX_TILES][TOGETHER];
   block_totals_8(t, w, block, b, x, total);
   UNROLL for (int i = 0; i < TOGETHER; i++) {
-    __m256 dx = load_splat(x[i]->d + b), sum = _mm256_load_ps(partial[i][b]);
-    sum = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_load_ps(w->d[block]), dx), total[i], sum);
-    if (t.form == CLB_FORM_MIN) sum = _mm256_fmadd_ps(_mm256_load_ps(w->add[block]), load_splat(x[i]->s + b), sum);
-    if (t.form == CLB_FORM_SUB_MIN) {
-      __m256 add = _mm256_mul_ps(_mm256_load_ps(w->add[block]), dx);
-      sum = _mm256_fmadd_ps(add, block_mins(w, block, b, x[i]), sum);
+    __m256 dx = load_splat(x[i]->d + b);
+    UNROLL for (int r = 0; r < t.tiles; r++) {
+      __m256 sum = _mm256_load_ps(partial[i * t.tiles + r][b]), add = _mm256_load_ps(w[r].add[block]);
+      sum = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_load_ps(w[r].d[block]), dx), total[r][i], sum);
+      if (t.form == CLB_FORM_MIN) sum = _mm256_fmadd_ps(add, load_splat(x[i]->s + b), sum);
+      if (t.form == CLB_FORM_SUB_MIN) {
+        sum = _mm256_fmadd_ps(_mm256_mul_ps(add, dx), block_mins(w + r, block, b, x[i]), sum);
+      }
+      _mm256_store_ps(partial[i * t.tiles + r][b], sum);
     }
-    _mm256_store_ps(partial[i][b], sum);
   }
 }
 
 INLINE void multiply_block_16(type_traits t, const tile *w, int block, int b, const clb_fast_x16 *const x[TOGETHER],
-                              float (*partial)[8][TILE_ROWS]) {
-  __m256 total[TOGETHER];
-  block_totals_16(w, block, b, x, total);
+                              partials *partial) {
+  __m256 total[MAX_TILES][TOGETHER];
+  block_totals_16(t, w, block, b, x, total);
   UNROLL for (int i = 0; i < TOGETHER; i++) {
-    __m256 d = _mm256_mul_ps(_mm256_load_ps(w->d[block]), load_splat(x[i]->d + b));
-    __m256 sum = _mm256_fmadd_ps(d, total[i], _mm256_load_ps(partial[i][b]));
-    if (t.form == CLB_FORM_MIN) sum = _mm256_fmadd_ps(_mm256_load_ps(w->add[block]), load_splat(x[i]->s + b), sum);
-    _mm256_store_ps(partial[i][b], sum);
+    __m256 dx = load_splat(x[i]->d + b);
+    UNROLL for (int r = 0; r < t.tiles; r++) {
+      __m256 d = _mm256_mul_ps(_mm256_load_ps(w[r].d[block]), dx), add = _mm256_load_ps(w[r].add[block]);
+      __m256 sum = _mm256_fmadd_ps(d, total[r][i], _mm256_load_ps(partial[i * t.tiles + r][b]));
+      if (t.form == CLB_FORM_MIN) sum = _mm256_fmadd_ps(add, load_splat(x[i]->s + b), sum);
+      _mm256_store_ps(partial[i * t.tiles + r][b], sum);
+    }
   }
 }
 
 // One group of TOGETHER tokens.
-INLINE void multiply_group(type_traits t, const tile *w, int g, const void *const x[TOGETHER],
-                           float (*partial)[8][TILE_ROWS]) {
+INLINE void multiply_group(type_traits t, const tile *w, int g, const void *const x[TOGETHER], partials *partial) {
   if (t.kind == CLB_FAST_X_Q16) {
     const clb_fast_x16 *x16[TOGETHER];
     UNROLL for (int i = 0; i < TOGETHER; i++) x16[i] = x[i];
@@ -675,7 +695,7 @@ INLINE void multiply_group(type_traits t, const tile *w, int g, const void *cons
 
 // TOGETHER tokens from `token` on, n of which exist: the last one stands for the others.
 INLINE void multiply_tokens(type_traits t, const tile *w, const clb_fast_product *p, size_t token, size_t n,
-                            size_t group, int n_groups, float (*partial)[8][TILE_ROWS]) {
+                            size_t group, int n_groups, partials *partial) {
   const void *x[TOGETHER];
   for (int g = 0; g < n_groups; g++) {
     UNROLL for (size_t i = 0; i < TOGETHER; i++) x[i] = x_at(t, p, token + (i < n ? i : n - 1), group + (size_t)g);
@@ -683,46 +703,52 @@ INLINE void multiply_tokens(type_traits t, const tile *w, const clb_fast_product
   }
 }
 
+// Rows from `row` on; the last one stands for those that do not exist.
 INLINE void decode_tile(type_traits t, tile *dst, const clb_fast_product *p, const clb_fast_type *type, size_t row,
-                        size_t n_rows, size_t group, int n_groups) {
+                        size_t last, size_t group, int n_groups) {
   uint8_t padded[TILE_ROWS][CLB_FAST_MAX_BYTES];
   const uint8_t *w[TILE_ROWS];
   for (int g = 0; g < n_groups; g++) {
-    // A tile without 8 rows repeats the last one.
     for (size_t r = 0; r < TILE_ROWS; r++) {
-      w[r] = clb_fast_padded(p, type, row + (r < n_rows ? r : n_rows - 1), group + (size_t)g, padded[r]);
+      w[r] = clb_fast_padded(p, type, row + r < last ? row + r : last, group + (size_t)g, padded[r]);
     }
     decode_scales(t, dst, g, w);
     decode_codes(t, dst, g, w);
   }
 }
 
-INLINE void store_results(const clb_fast_product *p, size_t row, size_t n_rows, size_t token, size_t n_tokens,
-                          float (*partial)[8][TILE_ROWS]) {
+INLINE void store_results(type_traits t, const clb_fast_product *p, size_t row, size_t n_rows, size_t token,
+                          size_t n_tokens, const partials *partial) {
   for (size_t i = 0; i < n_tokens; i++) {
-    __m256 v[4];
-    _Alignas(32) float y[TILE_ROWS];
-    UNROLL for (int b = 0; b < 4; b++) v[b] =
-        _mm256_add_ps(_mm256_load_ps(partial[i][b]), _mm256_load_ps(partial[i][b + 4]));
-    _mm256_store_ps(y, _mm256_add_ps(_mm256_add_ps(v[0], v[2]), _mm256_add_ps(v[1], v[3])));
-    memcpy(p->y + (token + i) * p->ldy + row, y, n_rows * sizeof *y);
+    _Alignas(32) float y[MAX_TILES][TILE_ROWS];
+    UNROLL for (int r = 0; r < t.tiles; r++) {
+      __m256 v[4];
+      const partials *sums = partial++;
+      UNROLL for (int b = 0; b < 4; b++) v[b] =
+          _mm256_add_ps(_mm256_load_ps((*sums)[b]), _mm256_load_ps((*sums)[b + 4]));
+      _mm256_store_ps(y[r], _mm256_add_ps(_mm256_add_ps(v[0], v[2]), _mm256_add_ps(v[1], v[3])));
+    }
+    memcpy(p->y + (token + i) * p->ldy + row, y, n_rows * sizeof(float));
   }
 }
 
 INLINE void rows_by_tokens(type_traits t, const clb_fast_product *p, const clb_fast_type *type, size_t row,
                            size_t n_rows, size_t token, size_t n_tokens) {
-  tile w;
-  _Alignas(64) float partial[TILE_TOKENS][8][TILE_ROWS];
-  memset(partial, 0, (n_tokens + TOGETHER - 1) / TOGETHER * TOGETHER * sizeof *partial);
+  tile w[MAX_TILES];
+  _Alignas(64) partials partial[TILE_TOKENS * MAX_TILES];
+  memset(partial, 0, (n_tokens + TOGETHER - 1) / TOGETHER * TOGETHER * (size_t)t.tiles * sizeof *partial);
   size_t n_groups = (p->n_cols + CLB_FAST_GROUP - 1) / CLB_FAST_GROUP;
-  for (size_t group = 0; group < n_groups; group += TILE_GROUPS) {
-    int n = n_groups - group < TILE_GROUPS ? (int)(n_groups - group) : TILE_GROUPS;
-    decode_tile(t, &w, p, type, row, n_rows, group, n);
+  const size_t step = t.kind == CLB_FAST_X_Q16 ? TILE_GROUPS / 2 : TILE_GROUPS;
+  for (size_t group = 0; group < n_groups; group += step) {
+    int n = (int)(n_groups - group < step ? n_groups - group : step);
+    for (int r = 0; r < t.tiles; r++) {
+      decode_tile(t, &w[r], p, type, row + (size_t)r * TILE_ROWS, row + n_rows - 1, group, n);
+    }
     for (size_t i = 0; i < n_tokens; i += TOGETHER) {
-      multiply_tokens(t, &w, p, token + i, n_tokens - i, group, n, partial + i);
+      multiply_tokens(t, w, p, token + i, n_tokens - i, group, n, partial + i * (size_t)t.tiles);
     }
   }
-  store_results(p, row, n_rows, token, n_tokens, partial);
+  store_results(t, p, row, n_rows, token, n_tokens, (const partials *)partial);
 }
 
 INLINE void product(type_traits t, const clb_fast_product *p, const clb_fast_type *type, size_t row0, size_t row1,
@@ -734,10 +760,11 @@ INLINE void product(type_traits t, const clb_fast_product *p, const clb_fast_typ
     return;
   }
   // Tokens outside: a tile of them stays in the second-level cache, while the weights pass once for each.
+  const size_t step = (size_t)t.tiles * TILE_ROWS;
   for (size_t i = 0; i < n_tokens; i += TILE_TOKENS) {
     size_t n = n_tokens - i < TILE_TOKENS ? n_tokens - i : TILE_TOKENS;
-    for (size_t row = row0; row < row1; row += TILE_ROWS) {
-      rows_by_tokens(t, p, type, row, row1 - row < TILE_ROWS ? row1 - row : TILE_ROWS, i, n);
+    for (size_t row = row0; row < row1; row += step) {
+      rows_by_tokens(t, p, type, row, row1 - row < step ? row1 - row : step, i, n);
     }
   }
 }
@@ -757,10 +784,17 @@ INLINE void product(type_traits t, const clb_fast_product *p, const clb_fast_typ
 #define iq4_xs_STORED FULL_BIAS, 1
 #define mxfp4_STORED 4, 0
 
+// Two tiles share reading the activations, which is what limits products of few instructions.
+#if defined(DPBUSD)
+#define TILES(kind) 2
+#else
+#define TILES(kind) ((kind) == CLB_FAST_X_Q16 ? 2 : 1)
+#endif
+
 #define PRODUCT(name, id, form, kind, group_bytes)                                                               \
   X86 static void product_##name(const clb_fast_product *p, const clb_fast_type *type, size_t row0, size_t row1, \
                                  size_t n_tokens) {                                                              \
-    const type_traits t = {form, kind, name##_STORED, name##_scales, name##_codes};                              \
+    const type_traits t = {form, kind, name##_STORED, TILES(kind), name##_scales, name##_codes};                 \
     product(t, p, type, row0, row1, n_tokens);                                                                   \
   }
 

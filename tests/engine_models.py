@@ -149,6 +149,7 @@ def make_model(
     n_layers: int = 3,
     dtypes: dict[Role, str] | None = None,
     expert_dtypes: tuple[str, ...] = ("f32",),
+    width: int = WIDTH,
     tied: bool = False,
     seed: int = 0,
     drop: Role | None = None,
@@ -161,12 +162,12 @@ def make_model(
 ) -> Path:
     """Write a container of random weights and return its path.
 
-    `expert_dtypes` are the types of gate, up and down of expert 0, 1, ... in turn. `drop` leaves a
-    role out of all layers but 0, `resize` gives it one row more, `poison` puts a NaN into it,
-    `zero` fills it with zeros.
+    `expert_dtypes` are the types of gate, up and down of expert 0, 1, ... in turn; where `width` is
+    no multiple of the type's block, down is f32. `drop` leaves a role out of all layers but 0,
+    `resize` gives it one row more, `poison` puts a NaN into it, `zero` fills it with zeros.
     """
     random = np.random.default_rng(seed)
-    spec = engine_spec(n_layers, **changes)
+    spec = engine_spec(n_layers, expert_width=width, **changes)
     items = residents(spec, dtypes or {}, tied) + (extra or [])
     if drop is not None:
         last = max(item.layer for item in items if item.role == drop)
@@ -178,10 +179,9 @@ def make_model(
     layouts = []
     for name in expert_dtypes:
         dtype = dtype_by_name(name)
-        gate, up = (PartSpec(role, dtype, WIDTH, hidden) for role in (PartRole.GATE, PartRole.UP))
-        # 40 columns fit no quant block
-        down_type = dtype if dtype.block_weights == 1 else dtype_by_name("f32")
-        parts = [gate, up, PartSpec(PartRole.DOWN, down_type, hidden, WIDTH)]
+        gate, up = (PartSpec(role, dtype, width, hidden) for role in (PartRole.GATE, PartRole.UP))
+        down_type = dtype if width % dtype.block_weights == 0 else dtype_by_name("f32")
+        parts = [gate, up, PartSpec(PartRole.DOWN, down_type, hidden, width)]
         layouts.append(tuple(parts))
     assigned = tuple(e % len(layouts) for e in range(EXPERTS))
     rows = [

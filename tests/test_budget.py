@@ -321,6 +321,7 @@ CODES_8, CODES_16 = 384, 640
         ({"expert_dtypes": ("q4_0",)}, 2 * CODES_8),  # normed, and the rows of a group of experts
         ({"expert_dtypes": ("q8_0",)}, 2 * CODES_16),
         ({"expert_dtypes": ("q8_0", "f32", "q4_0")}, 2 * (CODES_8 + CODES_16)),
+        ({"expert_dtypes": ("q8_0", "q4_0"), "width": 64}, 3 * (CODES_8 + CODES_16)),  # and hidden
         ({"dtypes": {Role.OUTPUT: "q8_0"}}, CODES_16),
         ({"dtypes": {Role.ATTN_Q: "q8_0", Role.ATTN_V: "q5_1"}}, CODES_8 + CODES_16),
         ({"dtypes": {Role.ATTN_O: "q4_1"}}, CODES_8),

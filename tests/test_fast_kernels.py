@@ -305,7 +305,7 @@ def test_products_equal_float64(kernels: Kernels, t: T, n_cols: int) -> None:
     """
     if n_cols % gguf.GGML_QUANT_SIZES[t][0]:
         pytest.skip("blocks of 256")
-    n_rows, n_tokens = 9, 6
+    n_rows, n_tokens = 17, 6
     w = random_rows(t, n_rows, n_cols)
     qx = kernels.quantize(kind_of(t), random_x(n_tokens, n_cols))
     weights, x = weights_of(t, w), activations_of(qx, n_cols)

@@ -47,6 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shared_width=32,
         shared_gated=True,
         expert_dtypes=("q8_0", "bf16", "q4_0"),
+        width=64,
         dtypes={
             Role.ATTN_Q: "q8_0",
             Role.ATTN_K: "f16",
@@ -87,6 +88,16 @@ def test_every_setting_gives_the_same_bits(model: Path) -> None:
         with Engine(model, precision="fast", **options) as engine:
             assert np.array_equal(engine.forward(TOKENS), expected), options
             assert np.array_equal(engine.forward(TOKENS), expected), options  # a warm cache
+
+
+def test_experts_of_one_layer_may_be_of_any_types(model: Path) -> None:
+    """Their inputs have 16 bits, 8 bits or are floats; the coarsest type decides the bound.
+
+    As in the test of each type, but four layers deep: 1.7 % is seen.
+    """
+    exact, fast = logits(model, TOKENS), logits(model, TOKENS, precision="fast", kv_type="f32")
+    spread = exact.max(axis=-1) - exact.min(axis=-1)
+    assert float(np.median(np.abs(fast - exact).max(axis=-1) / spread)) < 0.05
 
 
 def test_any_split_of_a_prompt_gives_the_same_bits(model: Path) -> None:

@@ -4,7 +4,7 @@
 enum {
   MIN_TASK_PRODUCTS = 1 << 15,  // below this, handing out a task costs more than computing it
   TASKS_PER_THREAD = 8,         // of a job, so that a thread that was held up does not hold up the job
-  ROW_STEP = 8,                 // a multiple of the kernels' tile
+  ROW_STEP = 16,                // a multiple of the rows that kernels multiply together
   SERIAL_QUANTIZE = 1 << 14,    // floats that are quantized sooner than threads are woken
 };
 
