@@ -19,6 +19,7 @@ from colibri_tools.profile.fingerprint import container_fingerprint
 from colibri_tools.profile.routing import load_routing
 from colibri_tools.profile.simulate import (
     NO_BUDGET,
+    check_speeds,
     compute_time,
     engine_replay,
     main_rows,
@@ -137,6 +138,7 @@ def plan_memory(
     """
     if not ram:
         raise UsageError("give --ram: how much memory there is")
+    check_speeds(disk, compute)
     with open_container(path) as container:
         profile = None
         if routing is not None:

@@ -202,6 +202,16 @@ def test_what_cannot_be_simulated_is_refused(
         simulate(tmp_path / "p", other, expert_cache=[1 << 20])
 
 
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_speeds_that_are_none_are_refused(tiny: tuple[Path, Path, list[int]], wrong: float) -> None:
+    container, path, _ = tiny
+    for given in ({"compute": wrong}, {"disk": wrong}, {"disk": 0.0}):
+        with pytest.raises(UsageError, match=f"--{next(iter(given))}: expected .* found"):
+            simulate(path, container, expert_cache=[8 * BLOCK], **given)
+        with pytest.raises(UsageError, match=f"--{next(iter(given))}: expected .* found"):
+            plan_memory(container, [1 << 30], **given)
+
+
 def test_plans_split_budgets_and_use_what_is_known_of_routing(
     tiny: tuple[Path, Path, list[int]], tmp_path: Path
 ) -> None:

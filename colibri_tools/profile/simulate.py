@@ -6,6 +6,7 @@ nothing. Every token is replayed as decoding does it, one after the other.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -42,6 +43,7 @@ __all__ = [
     "CacheResult",
     "Replayed",
     "Simulation",
+    "check_speeds",
     "compute_time",
     "engine_replay",
     "main_rows",
@@ -138,6 +140,7 @@ def simulate(
     """
     if not ram and not expert_cache:
         raise UsageError("give --ram or --expert-cache: how much memory there is")
+    check_speeds(disk, compute)
     with open_container(model) as container:
         routing = load_routing(Path(profile), container_fingerprint(container)).profile
         rows, block_bytes = main_rows(container), mean_block(container)
@@ -180,6 +183,14 @@ def _checked_cache(size: int, limits: Memory) -> int:
             f"found {size}"
         )
     return min(size, limits.all_experts_bytes)
+
+
+def check_speeds(disk: float | None, compute: float | None) -> None:
+    """Raise UsageError where a given speed is none: bytes per second, seconds of a token."""
+    if disk is not None and not 0 < disk < math.inf:
+        raise UsageError(f"--disk: expected bytes per second above 0, found {disk:g}")
+    if compute is not None and not 0 <= compute < math.inf:
+        raise UsageError(f"--compute: expected seconds, 0 or more, found {compute:g}")
 
 
 def compute_time(
