@@ -28,7 +28,7 @@ from colibri_tools.cli_base import (
     report,
 )
 from colibri_tools.errors import ColibriError, UsageError, hints
-from colibri_tools.output import Output
+from colibri_tools.output import Output, counted
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 0, 1, 2, 130, 141
 
@@ -512,7 +512,8 @@ def run_files_command(
         if item.error:
             output.failures([item.error])
         else:
-            output.note(f"{item.result}: {item.generated_tokens} tokens, {item.seconds:.1f} s")
+            made = counted(item.generated_tokens, "token")
+            output.note(f"{item.result}: {made}, {item.seconds:.1f} s")
 
     result = run_files(path, files, out, sampling=sampling, on_file=tell, **options)
     output.result(result)

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -38,9 +39,11 @@ __all__ = [
     "Output",
     "ProgressCallback",
     "Result",
+    "counted",
     "facts_table",
     "format_bytes",
     "format_count",
+    "format_speed",
     "parse_rate",
     "parse_size",
     "print_numbers",
@@ -241,20 +244,29 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def print_numbers(console: Console, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of numbers as a table; where it is too wide, each row as lines of its own."""
+def print_numbers(
+    console: Console,
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    styles: Sequence[str] = (),
+) -> None:
+    """Print rows of numbers as a table; where it is too wide, each row as lines of its own.
+
+    `styles` are those of the rows, none where there are fewer.
+    """
     table = Table(box=None, pad_edge=False)
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     rows = list(rows)
-    for row in rows:
-        table.add_row(*row)
+    for row, style in zip_longest(rows, styles, fillvalue=""):
+        table.add_row(*row, style=style)
     wanted = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
     if wanted <= console.width:
         console.print(table)
         return
-    for row in rows:
-        console.print(facts_table(pair for pair in zip(headers, row, strict=True) if pair[1]))
+    for row, style in zip_longest(rows, styles, fillvalue=""):
+        facts = facts_table(pair for pair in zip(headers, row, strict=True) if pair[1])
+        console.print(facts, style=style)
         console.print()
 
 
@@ -270,6 +282,11 @@ def format_bytes(n: int) -> str:
     raise AssertionError("unreachable")
 
 
+def counted(n: int, noun: str, *, shown: str = "") -> str:
+    """Return a number and what it counts: '1 token', '2 tokens'. `shown` stands for the number."""
+    return f"{shown or n} {noun}{'s' * (n != 1)}"
+
+
 def format_count(n: int) -> str:
     """Return a number of parameters as people read it: '997', '14.6 M', '2.70 B'."""
     size = float(n)
@@ -280,6 +297,12 @@ def format_count(n: int) -> str:
         if size < 999.5 or unit == "T":
             return f"{size:.3g} {unit}" if size >= 10 else f"{size:.2f} {unit}"
     raise AssertionError("unreachable")
+
+
+def format_speed(tokens_per_second: float) -> str:
+    """Return a speed with three digits, or all before the point: '0.85', '31.4', '3,321'."""
+    shown = f"{tokens_per_second:.3g}"
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 999.5 else shown
 
 
 _SUFFIXES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

@@ -13,7 +13,7 @@ from colibri_tools.container import Container
 from colibri_tools.container import open as open_container
 from colibri_tools.engine import Memory, advise, estimate
 from colibri_tools.errors import ColibriError, UsageError
-from colibri_tools.output import format_bytes, print_numbers
+from colibri_tools.output import format_bytes, format_speed, print_numbers
 from colibri_tools.profile.file import RoutingProfile
 from colibri_tools.profile.fingerprint import container_fingerprint
 from colibri_tools.profile.routing import load_routing
@@ -105,7 +105,7 @@ def _cells(b: BudgetPlan) -> list[str]:
     if b.memory is None:
         return [format_bytes(b.ram_bytes), *[""] * len(_COLUMNS), "too small"]
     m = b.memory
-    speed = "not bound" if b.tokens_per_second is None else f"{b.tokens_per_second:.3g}"
+    speed = "not bound" if b.tokens_per_second is None else format_speed(b.tokens_per_second)
     return [
         format_bytes(b.ram_bytes),
         format_bytes(m.resident_bytes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from colibri_tools.output import facts_table, format_bytes, format_count
+from colibri_tools.output import counted, facts_table, format_bytes, format_count
 from colibri_tools.quantize.report_view import render_encoding
 from colibri_tools.repack import RepackResult
 
@@ -26,8 +26,8 @@ def _rows(result: RepackResult) -> list[tuple[str, str]]:
         (head, f"{escape(str(result.out))} ({format_bytes(result.file_bytes)})"),
         ("family", escape(f"{result.family}: {result.why}")),
         ("layers", f"{result.n_layers}, {result.n_moe_layers} with experts"),
-        ("experts", f"{result.n_blocks} blocks, {format_bytes(parts.expert_bytes)}"),
-        ("resident", f"{_tensors(result)}, {format_bytes(parts.resident_bytes)}"),
+        ("experts", f"{counted(result.n_blocks, 'block')}, {format_bytes(parts.expert_bytes)}"),
+        ("resident", _tensors(result)),
         ("padding", f"{format_bytes(parts.padding_bytes)} ({parts.padding_share:.2%})"),
         ("parameters", f"{format_count(result.total_params)}, {_active(result)} per token"),
         ("types", ", ".join(f"{name} {format_bytes(n)}" for name, n in result.types.items())),
@@ -43,8 +43,11 @@ def _rows(result: RepackResult) -> list[tuple[str, str]]:
 
 
 def _tensors(result: RepackResult) -> str:
+    if not result.n_tensors:
+        return "none"
+    size = format_bytes(result.accounting.resident_bytes)
     aliases = f", {result.n_aliases} of them an alias" if result.n_aliases else ""
-    return f"{result.n_tensors} tensors{aliases}"
+    return f"{counted(result.n_tensors, 'tensor')}{aliases}, {size}"
 
 
 def _active(result: RepackResult) -> str:

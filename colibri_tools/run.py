@@ -31,7 +31,7 @@ from colibri_tools.engine import (
     wants_probe,
 )
 from colibri_tools.errors import FormatError, JobError, UsageError, quote
-from colibri_tools.output import format_bytes
+from colibri_tools.output import counted, format_bytes
 from colibri_tools.run_report import Counters, Plan, Profile
 from colibri_tools.text.derive import TOKENIZER_BLOB
 from colibri_tools.text.loading import TokenizerMissing, load_tokenizer, without_surrogates
@@ -120,9 +120,9 @@ class RunResult:
         """Print the measurements; the text itself was streamed while it was made."""
         rate = f" ({self.tokens_per_second:.1f} tokens/s)" if self.generated_tokens > 1 else ""
         console.print(
-            f"prompt: {self.prompt_tokens} tokens in {self.prefill_seconds:.2f} s\n"
-            f"generated: {self.generated_tokens} tokens in {self.decode_seconds:.2f} s{rate}, "
-            f"stopped: {self.stop_reason}",
+            f"prompt: {counted(self.prompt_tokens, 'token')} in {self.prefill_seconds:.2f} s\n"
+            f"generated: {counted(self.generated_tokens, 'token')} in "
+            f"{self.decode_seconds:.2f} s{rate}, stopped: {self.stop_reason}",
             soft_wrap=True,
         )
         io, hit_rate = self.io, self.io["hit_rate"]
@@ -595,7 +595,7 @@ def _choose_ctx(
     if n_prompt > chosen:
         advice = "shorten it" if ctx is None or ctx == limit else f"raise --ctx (up to {limit})"
         raise UsageError(
-            f"the prompt has {n_prompt} tokens, the context {chosen} positions; {advice}"
+            f"the prompt has {counted(n_prompt, 'token')}, the context {chosen} positions; {advice}"
         )
     return chosen
 

@@ -21,6 +21,7 @@ from colibri_tools.chat import CHAT_MAX_TOKENS, Conversation
 from colibri_tools.container import open as open_container
 from colibri_tools.engine import Engine, Sampler, Sampling
 from colibri_tools.errors import ColibriError, JobError, UsageError, quote, quote_some
+from colibri_tools.output import counted
 from colibri_tools.run import DEFAULT_MAX_TOKENS, Generation, context_limit
 from colibri_tools.text.loading import load_tokenizer
 
@@ -94,7 +95,7 @@ class FilesResult:
         tail = f", {left} left for a rerun" if left else ""
         console.print(
             f"{count['done']} done, {count['kept']} kept from before, {count['failed']} failed"
-            f"{tail}; {tokens} tokens in {self.seconds:.1f} s",
+            f"{tail}; {counted(tokens, 'token')} in {self.seconds:.1f} s",
             soft_wrap=True,
         )
 
@@ -290,7 +291,7 @@ class _Worker:
             ids, prompt = self.prompts.encode(file)
             if len(ids) > self.engine.info.ctx:
                 raise JobError(
-                    f"{file}: the prompt has {len(ids)} tokens, the context "
+                    f"{file}: the prompt has {counted(len(ids), 'token')}, the context "
                     f"{self.engine.info.ctx} positions; shorten it, or raise --ctx"
                 )
             self.engine.rewind(0)

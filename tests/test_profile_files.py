@@ -12,7 +12,7 @@ import pytest
 from engine_models import EXPERTS, HIDDEN, VOCAB, WIDTH, make_model
 
 from colibri_tools.cli import main
-from colibri_tools.errors import ColibriError, FormatError, JobError, UsageError
+from colibri_tools.errors import ColibriError, FormatError, UsageError
 from colibri_tools.profile.file import is_profile, load_profile
 from colibri_tools.profile.files import export_profile, import_profile, merge_files
 from colibri_tools.profile.orders import order_blocks
@@ -202,7 +202,7 @@ def test_broken_text_names_its_line(folder: Path, tmp_path: Path, text: str, mes
 def test_exports_do_not_overwrite(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "usage.txt"
     out.write_text("mine")
-    with pytest.raises(JobError, match="exists already"):
+    with pytest.raises(UsageError, match="exists already"):
         export_profile(folder / "a", usage=out)
     assert out.read_text() == "mine"
     with pytest.raises(UsageError, match="exactly one"):

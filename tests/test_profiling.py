@@ -484,7 +484,7 @@ def test_models_that_cannot_run_are_refused(tmp_path: Path) -> None:
 
 def test_outputs_are_not_overwritten_unasked(model: Path, tmp_path: Path) -> None:
     result = profile(model, tmp_path, prompts_of([5]))
-    with pytest.raises(JobError, match="exists already"):
+    with pytest.raises(UsageError, match="exists already"):
         profile(model, tmp_path, prompts_of([5]))
     with pytest.raises(UsageError, match="is an input"):
         profile_routing(

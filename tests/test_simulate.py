@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_models import VOCAB, make_model
+from rich.console import Console
 
 from colibri_tools.cli import main
 from colibri_tools.engine import Engine
 from colibri_tools.errors import FormatError, UsageError
-from colibri_tools.output import parse_rate
+from colibri_tools.output import counted, format_speed, parse_rate
 from colibri_tools.plan import plan_memory
 from colibri_tools.profile.file import RoutingProfile, load_profile
 from colibri_tools.profile.profiling import profile_routing
@@ -256,6 +258,30 @@ def test_both_commands_print_one_document_and_tables(
         with pytest.raises(SystemExit):
             main(command)
         assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 74, 120])
+def test_tables_of_caches_fit_a_terminal_without_losing_a_number(
+    tiny: tuple[Path, Path, list[int]], width: int
+) -> None:
+    container, path, _ = tiny
+    found = simulate(path, container, ram=[80 << 20], expert_cache=[3 << 20], disk=2e9, compute=0)
+    out = io.StringIO()
+    found.render(Console(file=out, width=width))
+    lines = out.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines if not line.startswith("400 tokens"))
+    for result in found.results:
+        for rate in result.hit_rates.values():
+            assert f"{rate:.1%}" in out.getvalue()
+    assert "…" not in out.getvalue()
+
+
+def test_speeds_and_counts_are_shown_as_people_write_them() -> None:
+    speeds = (0.8537, 31.42, 999.4, 999.6, 3321.4)
+    assert [*map(format_speed, speeds)] == ["0.854", "31.4", "999", "1,000", "3,321"]
+    assert counted(1, "token") == "1 token"
+    assert [counted(n, "token") for n in (0, 2)] == ["0 tokens", "2 tokens"]
+    assert counted(14_600, "token", shown="14.6 K") == "14.6 K tokens"
 
 
 @pytest.mark.parametrize(

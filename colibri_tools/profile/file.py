@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from colibri_tools.errors import FormatError, JobError, UsageError, quote
+from colibri_tools.errors import FormatError, UsageError, quote
 
 __all__ = [
     "DECODE",
@@ -179,9 +179,9 @@ _TRACE: dict[str, type[Any]] = {
 
 
 def save_profile(profile: RoutingProfile, path: Path, *, force: bool = False) -> None:
-    """Write a profile: whole, or not at all. Raises JobError for an existing file."""
+    """Write a profile: whole, or not at all. Raises UsageError for an existing file."""
     if path.exists() and not force:
-        raise JobError(f"{path}: exists already; --force replaces it")
+        raise UsageError(f"{path}: exists already; --force replaces it")
     check_profile(profile, str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

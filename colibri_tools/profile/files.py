@@ -16,8 +16,9 @@ import numpy.typing as npt
 from colibri_tools import __version__
 from colibri_tools.container import open as open_container
 from colibri_tools.container.format import Stream
-from colibri_tools.errors import FormatError, JobError, UsageError, quote
+from colibri_tools.errors import FormatError, UsageError, quote
 from colibri_tools.mapping import map_source
+from colibri_tools.output import counted
 from colibri_tools.profile.collect import Choices, Totals, empty_profile
 from colibri_tools.profile.exchange import (
     Shape,
@@ -64,7 +65,7 @@ class ProfileFile:
         p = self.report.profile
         console.print(
             f"{self.out}: {p.family}, {p.n_rows} MoE layers x {p.max_experts} experts, "
-            f"{p.n_tokens} tokens in {len(p.domains)} domain{'s' * (len(p.domains) > 1)}",
+            f"{counted(p.n_tokens, 'token')} in {counted(len(p.domains), 'domain')}",
             soft_wrap=True,
             markup=False,
         )
@@ -86,7 +87,7 @@ def export_profile(
 ) -> ProfileFile:
     """Write selections as usage text, or the trace as CSV; exactly one of both.
 
-    Raises UsageError for a profile without a trace, JobError for an existing file.
+    Raises UsageError for a profile without a trace and for an existing file.
     """
     if (usage is None) == (trace_csv is None):
         raise UsageError("give exactly one of --usage and --trace-csv")
@@ -95,7 +96,7 @@ def export_profile(
     if trace_csv is not None and profile.trace is None:
         raise UsageError(f"{path}: has no trace; profile-routing --trace keeps one")
     if out.exists() and (not force or out.samefile(path)):
-        raise JobError(f"{out}: exists already; --force replaces it")
+        raise UsageError(f"{out}: exists already; --force replaces it")
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         with partial.open("x", encoding="utf-8", newline="") as file:

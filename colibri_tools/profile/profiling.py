@@ -17,8 +17,8 @@ from colibri_tools.container import Container, PartRole
 from colibri_tools.container import open as open_container
 from colibri_tools.container.format import Stream
 from colibri_tools.engine import Engine, Memory, Observation, Sampler, Sampling, estimate
-from colibri_tools.errors import ColibriError, JobError, UsageError, add_hint, quote
-from colibri_tools.output import format_bytes
+from colibri_tools.errors import ColibriError, UsageError, add_hint, quote
+from colibri_tools.output import counted, format_bytes
 from colibri_tools.profile.checkpoint import Checkpoint, Kept
 from colibri_tools.profile.collect import Choices, Totals, empty_profile
 from colibri_tools.profile.file import DECODE, PREFILL, RoutingProfile, save_profile
@@ -81,10 +81,10 @@ class ProfilingResult:
         """Print the report, and what making it took."""
         self.report.render(console)
         rate = self.tokens / self.seconds if self.seconds else 0.0
+        tokens = counted(self.tokens, "token")
         console.print(
-            f"{self.out}: {self.tokens} tokens in {self.seconds:.1f} s ({rate:.0f}/s), in batches "
-            f"of up to {self.batch_size}; {self.io['reads']} reads, "
-            f"{format_bytes(self.io['bytes_read'])}",
+            f"{self.out}: {tokens} in {self.seconds:.1f} s ({rate:.0f}/s), in batches of up to "
+            f"{self.batch_size}; {self.io['reads']} reads, {format_bytes(self.io['bytes_read'])}",
             soft_wrap=True,
         )
 
@@ -162,7 +162,7 @@ def _check_paths(path: Path, out: Path, texts: Sequence[PathLike], force: bool) 
         if any(Path(p).exists() and out.samefile(p) for p in (path, *texts)):
             raise UsageError(f"{out}: is an input; name another file to write")
         if not force:
-            raise JobError(f"{out}: exists already; --force replaces it")
+            raise UsageError(f"{out}: exists already; --force replaces it")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out}: there is no folder {quote(out.absolute().parent)}")
     if path.exists() and (path.is_dir() or sniff(path) != "colibri"):
@@ -352,8 +352,8 @@ class _Job:
         if n_cut:
             length = max(len(w.tokens) for w in self.windows)
             notes.append(
-                f"{n_cut} of {len(self.inputs)} texts are longer than a window of {length} tokens "
-                "and were cut; see --ctx"
+                f"{n_cut} of {len(self.inputs)} texts are longer than a window of "
+                f"{counted(length, 'token')} and were cut; see --ctx"
             )
         digests = [t.record.sha256 for t in self.inputs]
         if len(set(digests)) < len(digests):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from colibri_tools.output import format_count
+from colibri_tools.output import counted, format_count
 from colibri_tools.profile.file import DECODE, PREFILL, RoutingProfile
 from colibri_tools.profile.stats import (
     COVERAGE_POINTS,
@@ -140,8 +140,8 @@ class ProfileReport:
         p = self.profile
         console.print(
             f"[bold]{p.family}[/bold]  {p.n_rows} MoE layers x {p.max_experts} experts, "
-            f"top {p.top_k}; {format_count(p.n_tokens)} tokens in "
-            f"{len(p.domains)} domain{'s' * (len(p.domains) > 1)}"
+            f"top {p.top_k}; {counted(p.n_tokens, 'token', shown=format_count(p.n_tokens))} in "
+            f"{counted(len(p.domains), 'domain')}"
         )
         console.print(f"fingerprint {p.fingerprint[:16]}", style="dim")
         _render_heat(console, p, self.rows())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 
-from colibri_tools.output import format_bytes
+from colibri_tools.output import counted, format_bytes, format_speed, print_numbers
 from colibri_tools.profile.simulate import POLICIES, CacheResult, Simulation
 
 __all__ = ["render"]
@@ -16,7 +15,7 @@ _BAR = 40
 def render(s: Simulation, console: Console) -> None:
     """Print hit rates by policy, what a token costs, and the curve."""
     console.print(
-        f"{s.n_tokens} tokens replayed; a token uses {format_bytes(s.token_bytes)} of "
+        f"{counted(s.n_tokens, 'token')} replayed; a token uses {format_bytes(s.token_bytes)} of "
         f"{format_bytes(s.all_bytes)} of experts",
         soft_wrap=True,
     )
@@ -37,21 +36,14 @@ def render(s: Simulation, console: Console) -> None:
 
 
 def _render_caches(s: Simulation, console: Console) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("memory", "cache"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for policy in POLICIES:
-        table.add_column(policy, justify="right", no_wrap=True)
-    table.add_column("read per token", justify="right", no_wrap=True)
-    table.add_column("tokens/s", justify="right", no_wrap=True)
-    for result in s.results:
-        table.add_row(*_row(s, result), style="yellow" if result.below_token else None)
-    console.print(table)
+    headers = ("memory", "cache", *POLICIES, "read per token", "tokens/s")
+    styles = ["yellow" if result.below_token else "" for result in s.results]
+    print_numbers(console, headers, [_row(s, result) for result in s.results], styles)
     console.print("hit rates; belady is the most that any policy can reach", style="dim")
 
 
 def _row(s: Simulation, r: CacheResult) -> list[str]:
-    speed = "?" if r.tokens_per_second is None else f"{r.tokens_per_second:.3g}"
+    speed = "?" if r.tokens_per_second is None else format_speed(r.tokens_per_second)
     if s.compute is None and r.tokens_per_second is not None:
         speed = f"< {speed}"
     return [

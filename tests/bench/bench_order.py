@@ -16,8 +16,10 @@ is missed that the drive decides.
 The model is profiled and reordered; then every order x preload x text decodes the same tokens one
 by one, in turns, round after round, each in a process of its own whose memory is the cache and 512
 MiB (a control group, where this is root's to make), the container's pages dropped from the page
-cache before it. Before each round the profile's trace, cut to as many tokens, is simulated: the
-drive and computing are measured, and tokens/s of the order `id` without preloading is predicted.
+cache before it, and as much memory as the cache has used once: the first use of a virtual machine's
+memory is its host's work. Twice a round the first tokens of the profile's trace are simulated, for
+which the drive and computing are measured, and decoded right after, in the order `id` without
+preloading: predicted and measured tokens/s.
 
 --out is written anew after every round, so that what is there when it is interrupted is sound.
 Rounds end when a size has had its share of --minutes. Containers are removed; the disk needs four
@@ -31,6 +33,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import platform
 import signal
@@ -73,6 +76,7 @@ TEXTS = ("like", "unlike")
 ZIPF = 1.0
 DOMAIN, COMMON = 0.6, 0.4  # beside a token's own direction, of 1
 BESIDE_CACHE = 512 << 20
+PAIRS = 2
 
 
 @dataclass(frozen=True)
@@ -258,9 +262,18 @@ def read_calls() -> int:
     raise SystemExit("/proc/self/io has no syscr")
 
 
+def touch(n_bytes: int) -> None:
+    """Have the kernel find so much memory, and give it back."""
+    with mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, n_bytes, mmap.PAGESIZE):
+            pages[at] = 1
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Decode and return what it took. `job` is what `run_job` was asked for."""
     tokens = job["tokens"]
+    touch(job["cache"])
     opening = time.perf_counter()
     with Engine(
         job["path"],
@@ -355,46 +368,55 @@ class Results:
     shape: Shape
     about: str = ""
     found: dict[tuple[str, bool, str], list[dict[str, Any]]] = field(default_factory=dict)
-    predicted: list[CacheResult] = field(default_factory=list)
-    prefetched: list[dict[str, Any]] = field(default_factory=list)
+    n_rounds: int = 0
+    pairs: list[tuple[CacheResult, dict[str, Any]]] = field(default_factory=list)
+    prefetched: list[float] = field(default_factory=list)
 
     def rows(self) -> list[str]:
-        """The table of orders."""
-        return [_row(self.name, *key, results) for key, results in self.found.items()]
+        """The table of orders: a line for each, on text like the profile and unlike it."""
+        return [
+            f"| {self.name} | {'yes' if preload else 'no'} | {order} | "
+            + " | ".join(_cells(self.found[order, preload, kind]) for kind in TEXTS)
+            + " |"
+            for preload in (False, True)
+            for order in ORDERS
+        ]
 
     def prediction_rows(self) -> list[str]:
-        """A line for each round: predicted and measured."""
-        measured = self.found.get(("id", False, "like"), [])
-        lines = []
-        for p, m, ahead in zip(self.predicted, measured, self.prefetched, strict=False):
-            speed, seen = p.tokens_per_second or 0.0, float(m["tokens_per_second"])
-            lines.append(
-                f"| {self.name} | {speed:.1f} | {seen:.1f} | {100 * (speed / seen - 1):+.0f} % | "
-                f"{p.hit_rates['engine']:.1%} | {m['hit_rate']:.1%} | {m['wait_share']:.0%} | "
-                f"{ahead['tokens_per_second']:.1f} |"
-            )
-        return lines
+        """Predicted and measured: medians of all pairs, and how far apart each pair is."""
+        predicted = [p.tokens_per_second or 0.0 for p, _ in self.pairs]
+        measured = [float(m["tokens_per_second"]) for _, m in self.pairs]
+        off = [100 * (p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+        simulated, found = self.pairs[0]
+        waiting = statistics.median(float(m["wait_share"]) for _, m in self.pairs)
+        return [
+            f"| {self.name} | {statistics.median(predicted):.1f} | "
+            f"{statistics.median(measured):.1f} | {statistics.median(off):+.0f} % | "
+            f"{', '.join(f'{percent:+.0f}' for percent in off)} | "
+            f"{simulated.hit_rates['engine']:.2%} | {found['hit_rate']:.2%} | {waiting:.0%} | "
+            f"{statistics.median(self.prefetched):.1f} |"
+        ]
 
 
-def _row(name: str, order: str, preload: bool, kind: str, results: list[dict[str, Any]]) -> str:
+def _cells(results: list[dict[str, Any]]) -> str:
     def median(key: str) -> float:
         return statistics.median(float(result[key]) for result in results)
 
     speeds = sorted(float(result["tokens_per_second"]) for result in results)
     return (
-        f"| {name} | {kind} | {order} | {'yes' if preload else 'no'} | "
         f"{median('tokens_per_second'):.1f} ({speeds[0]:.1f}-{speeds[-1]:.1f}) | "
         f"{median('reads'):.1f} | {format_bytes(int(median('bytes')))} | "
-        f"{median('hit_rate'):.1%} | {median('wait_share'):.0%} | {median('open_seconds'):.2f} |"
+        f"{median('hit_rate'):.1%} | {median('wait_share'):.0%} | {median('open_seconds'):.2f}"
     )
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model in every order, its profile, and bytes of all experts."""
+    """A model in every order, its profile and that one's text, and bytes of all experts."""
 
     paths: dict[str, Path]
     profile: Path
+    text: list[int]
     all_bytes: int
     benefit: str
 
@@ -403,7 +425,8 @@ def prepare(folder: Path, name: str, shape: Shape, n_profiled: int) -> Prepared:
     paths = {order: folder / f"{name}-{order}.colibri" for order in ORDERS}
     write_model(paths["id"], shape)
     ids = folder / f"{name}.ids"
-    ids.write_text(",".join(map(str, text("like", n_profiled, seed=1))))
+    tokens = text("like", n_profiled, seed=1)
+    ids.write_text(",".join(map(str, tokens)))
     profile = folder / f"{name}.profile"
     files = [("like", ids)]
     result = profile_routing(paths["id"], profile, token_files=files, trace=True, force=True)
@@ -413,27 +436,36 @@ def prepare(folder: Path, name: str, shape: Shape, n_profiled: int) -> Prepared:
     with Engine(paths["id"], ctx=8, threads=1) as engine:
         all_bytes = engine.memory.all_experts_bytes
     benefit = ordering_benefit(coverage(p.counts(), p.mask()), held_out(p))[1]
-    return Prepared(paths, profile, all_bytes, benefit)
+    return Prepared(paths, profile, tokens, all_bytes, benefit)
+
+
+def predict(job: dict[str, Any], results: Results, model: Prepared, limit: Limit) -> None:
+    """Simulate the first tokens of the trace, then decode them."""
+    shape, path = results.shape, model.paths["id"]
+    drop_pages(path)
+    choices = shape.n_tokens * shape.n_layers * shape.top_k
+    found = simulate(model.profile, path, expert_cache=[job["cache"]], max_choices=choices)
+    seen = {"path": str(path), "preload": False, "tokens": model.text[: shape.n_tokens]}
+    results.pairs.append((found.results[0], run_job(job | seen, limit)))
 
 
 def run_round(
     args: argparse.Namespace, results: Results, model: Prepared, cache: int, limit: Limit
 ) -> None:
-    number, shape = len(results.predicted), results.shape
-    drop_pages(model.paths["id"])
-    choices = shape.n_tokens * shape.n_layers * shape.top_k
-    found = simulate(model.profile, model.paths["id"], expert_cache=[cache], max_choices=choices)
+    shape = results.shape
     job: dict[str, Any] = {"cache": cache, "threads": args.threads, "prefetch": 0}
+    for _ in range(PAIRS):
+        predict(job, results, model, limit)
     for kind in TEXTS:
-        job["tokens"] = text(kind, shape.n_tokens, seed=100 + number)
+        job["tokens"] = text(kind, shape.n_tokens, seed=100 + results.n_rounds)
         for preload in (False, True):
             for order in ORDERS:
                 job |= {"path": str(model.paths[order]), "preload": preload}
                 results.found.setdefault((order, preload, kind), []).append(run_job(job, limit))
     job |= {"path": str(model.paths["id"]), "preload": False, "prefetch": 1}
-    job["tokens"] = text("like", shape.n_tokens, seed=100 + number)
-    results.prefetched.append(run_job(job, limit))
-    results.predicted.append(found.results[0])
+    job["tokens"] = text("like", shape.n_tokens, seed=100 + results.n_rounds)
+    results.prefetched.append(run_job(job, limit)["tokens_per_second"])
+    results.n_rounds += 1
 
 
 def bench(args: argparse.Namespace, folder: Path, results: Results, end: float) -> Iterator[None]:
@@ -452,7 +484,7 @@ def bench(args: argparse.Namespace, folder: Path, results: Results, end: float) 
             start = time.monotonic()
             run_round(args, results, model, cache, limit)
             backend = next(iter(results.found.values()))[0]["backend"]
-            print(f"{name}: round {len(results.predicted)}, read by {backend}", file=sys.stderr)
+            print(f"{name}: round {results.n_rounds}, read by {backend}", file=sys.stderr)
             yield
             if time.monotonic() + (time.monotonic() - start) > end:
                 break
@@ -462,20 +494,26 @@ def bench(args: argparse.Namespace, folder: Path, results: Results, end: float) 
 
 # --- all of them ----------------------------------------------------------------------------------
 
-ORDERS_HEAD = """
-| block | text | order | preload | tokens/s (range) | reads | bytes | hits | waiting | open, s |
-| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"""
+ORDERS_HEAD = "\n".join(
+    (
+        "",
+        "|  |  |  | like |  |  |  |  |  | unlike |  |  |  |  |  |",
+        "| --- | --- | --- |" + 12 * " ---: |",
+        "| block | preload | order |"
+        + 2 * " tokens/s (range) | reads | bytes | hits | wait | open, s |",
+    )
+)
 
 PREDICTED_HEAD = """
-| block | predicted tokens/s | measured | off by | predicted hits | measured | waiting | prefetch |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+| block | predicted tokens/s | measured | off | each, % | simulated hits | found | wait | prefetch |
+| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |"""
 
 
 def write_tables(out: Path, args: argparse.Namespace, all_results: list[Results]) -> None:
     lines = [
         f"{cpu_name()}, {os.cpu_count()} CPUs, {args.threads} threads, Python "
         f"{platform.python_version()}; load average {os.getloadavg()[0]:.1f}; rounds: "
-        + ", ".join(f"{r.name} {len(r.predicted)}" for r in all_results),
+        + ", ".join(f"{r.name} {r.n_rounds}" for r in all_results),
         "",
         *(r.about for r in all_results),
         ORDERS_HEAD,

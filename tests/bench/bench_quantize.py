@@ -28,7 +28,7 @@ TYPES = (
     "iq4_nl", "iq4_xs", "mxfp4",
 )  # fmt: skip
 PEER_NAMES = {
-    "q2_k": "Q2_K_S", "q3_k": "Q3_K_S", "q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "mxfp4": "MXFP4_MOE"
+    "q2_k": "Q2_K", "q3_k": "Q3_K_S", "q4_k": "Q4_K_S", "q5_k": "Q5_K_S", "mxfp4": "MXFP4_MOE"
 }  # fmt: skip
 COLIBRI = [sys.executable, "-c", "from colibri_tools.cli import main; main()"]
 
