@@ -367,6 +367,24 @@ INLINE void store_codes(const super_block *s, uint8_t codes[256], const m8 q[32]
   }
 }
 
+// The best integers within `radius` of the present ones, for the present factors. Returns the gain of all groups.
+typedef float tune_integers(const super_block *s, scales *k, const super_plan *p, int radius);
+// The least-squares factors for the present codes.
+typedef void fit_factors(const super_block *s, scales *k);
+
+// Integers and factors by turns, as long as it gains.
+INLINE void improve(const super_block *s, scales *best, const super_plan *p, tune_integers *tune, fit_factors *fit) {
+  float most = tune(s, best, p, p->radius);
+  for (int round = 0; round < p->n_rounds; round++) {
+    scales other = *best;
+    fit(s, &other);
+    const float gain = tune(s, &other, p, 1);
+    if (!(gain > most)) break;
+    most = gain;
+    *best = other;
+  }
+}
+
 // --- with minimums ---
 
 // Far beyond what fixed point holds; squares of it still fit a float.
@@ -457,15 +475,7 @@ INLINE scales encode_min_super(super_block *s, const super_plan *p, uint8_t code
   m8 q[32];
   for (int v = 0; v < s->n_vectors; v++) affine_search(&s->f[v], &s->g[v], &p->set, true, &p->t, &found[v]);
   round_min(s, &best, p, found);
-  float most = tune_min(s, &best, p, p->radius);
-  for (int round = 0; round < p->n_rounds; round++) {
-    scales other = best;
-    fit_min_factors(s, &other);
-    const float gain = tune_min(s, &other, p, 1);
-    if (!(gain > most)) break;
-    most = gain;
-    best = other;
-  }
+  improve(s, &best, p, tune_min, fit_min_factors);
   for (int v = 0; v < s->n_vectors; v++) {
     const groups *g = &s->g[v];
     const v8 base = splat(-best.d_min) * best.low[v], inv = inverse(splat(best.d) * best.scale[v]);
@@ -632,15 +642,7 @@ INLINE scales encode_scaled_super(super_block *s, const super_plan *p, uint8_t c
   m8 q[32];
   for (int v = 0; v < s->n_vectors; v++) scale_search(&s->f[v], &s->g[v], &p->set, &p->t, &found[v]);
   round_scales(s, &best, p, found);
-  float most = tune_scales(s, &best, p, p->radius);
-  for (int round = 0; round < p->n_rounds; round++) {
-    scales other = best;
-    fit_factor(s, &other);
-    const float gain = tune_scales(s, &other, p, 1);
-    if (!(gain > most)) break;
-    most = gain;
-    best = other;
-  }
+  improve(s, &best, p, tune_scales, fit_factor);
   for (int v = 0; v < s->n_vectors; v++) {
     const groups *g = &s->g[v];
     const v8 inv = inverse(splat(best.d) * best.scale[v]);

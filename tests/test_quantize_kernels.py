@@ -18,6 +18,8 @@ from gguf import quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colibri_tools.sources import open_source
+
 ROOT = Path(__file__).resolve().parent.parent
 PEER = json.loads((ROOT / "tests/oracle/values/peer_quantize.json").read_text())
 
@@ -84,8 +86,16 @@ def encode(tmp_path_factory: pytest.TempPathFactory) -> Encoders:
     return Encoders(ctypes.CDLL(str(path)))
 
 
+def trained(name: str) -> Any:
+    """Return float32 [64, 768]: the first weights of a matrix of fixtures/tiny-moe."""
+    with open_source(ROOT / "fixtures" / "tiny-moe") as source:
+        return source.read_f32(source.tensor(name), 0, 64 * 768).reshape(64, 768)
+
+
 def matrix(name: str) -> Any:
     """Return float32 [64, 768]: the matrices that the peer's errors were measured on."""
+    if name in TRAINED:
+        return trained(TRAINED[name])
     rng = np.random.default_rng(sum(name.encode()))
     if name == "gauss":
         return (rng.standard_normal((64, 768)) * 0.02).astype(np.float32)
@@ -101,7 +111,13 @@ def matrix(name: str) -> Any:
     return (rng.standard_normal((64, 768)) * np.exp(rng.standard_normal((64, 1)) * 2)).astype("f4")
 
 
-MATRICES = ["gauss", "heavy tails", "outlier columns", "one sign", "rows of many sizes"]
+TRAINED = {
+    "trained embedding": "model.embed_tokens.weight",
+    "trained query": "model.layers.1.self_attn.q_proj.weight",
+    "trained expert": "model.layers.2.mlp.experts.3.down_proj.weight",
+}
+MADE = ["gauss", "heavy tails", "outlier columns", "one sign", "rows of many sizes"]
+MATRICES = [*MADE, *TRAINED]
 
 
 def importance_of(name: str) -> Any:
