@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ def test_both_commands_print_one_document_and_tables(
         assert "tokens/s" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("width", [40, 74, 120])
+@pytest.mark.parametrize("width", [40, 60, 74, 120])
 def test_tables_of_caches_fit_a_terminal_without_losing_a_number(
     tiny: tuple[Path, Path, list[int]], width: int
 ) -> None:
@@ -274,6 +275,7 @@ def test_tables_of_caches_fit_a_terminal_without_losing_a_number(
         for rate in result.hit_rates.values():
             assert f"{rate:.1%}" in out.getvalue()
     assert "…" not in out.getvalue()
+    assert sum(bool(re.search(r"^ .*iB .*% +[\d.]+%$", line)) for line in lines) == len(found.curve)
 
 
 def test_speeds_and_counts_are_shown_as_people_write_them() -> None:

@@ -9,7 +9,7 @@ from colibri_tools.profile.simulate import POLICIES, CacheResult, Simulation
 
 __all__ = ["render"]
 
-_BAR = 40
+_BAR, _LEAST_BAR, _BESIDE_BAR = 40, 8, 28
 
 
 def render(s: Simulation, console: Console) -> None:
@@ -56,11 +56,13 @@ def _row(s: Simulation, r: CacheResult) -> list[str]:
 
 
 def _render_curve(s: Simulation, console: Console) -> None:
-    console.print(f"{'cache':>10}  {'engine':<{_BAR}}  engine     lru", style="bold")
+    width = max(_LEAST_BAR, min(_BAR, console.width - _BESIDE_BAR))
+    console.print(f"{'cache':>10}  {'engine':<{width}}  engine     lru", style="bold")
     cliff = False
     for n_bytes, engine, lru in s.curve:
         if not cliff and n_bytes >= min(s.token_bytes, s.all_bytes):
             cliff = True
-            console.print(f"{'':>10}  {'- one token uses this much ':-<{_BAR}}", style="dim")
-        bar = "█" * round(engine * _BAR)
-        console.print(f"{format_bytes(n_bytes):>10}  {bar:<{_BAR}}  {engine:>6.1%}  {lru:>6.1%}")
+            line = "- one token uses this much "[:width]
+            console.print(f"{'':>10}  {line:-<{width}}", style="dim")
+        bar = "█" * round(engine * width)
+        console.print(f"{format_bytes(n_bytes):>10}  {bar:<{width}}  {engine:>6.1%}  {lru:>6.1%}")
