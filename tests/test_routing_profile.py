@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colibri_tools.errors import FormatError, JobError, UsageError
+from colibri_tools.errors import FormatError, UsageError
 from colibri_tools.profile.exchange import (
     Shape,
     profile_from_counts,
@@ -127,7 +127,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
 def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "p"
     path.write_text("mine")
-    with pytest.raises(JobError, match="--force"):
+    with pytest.raises(UsageError, match="--force"):
         save_profile(make_profile(), path)
     assert path.read_text() == "mine"
     save_profile(make_profile(), path, force=True)
