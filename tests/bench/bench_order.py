@@ -1,7 +1,7 @@
 """Orders of blocks, with and without preloading, on text like the profile and unlike it; and what
 `simulate` predicts beside what is measured.
 
-usage: bench_order.py [--out bench_order.md] [--folder .] [--minutes 15] [--rounds 3]
+usage: bench_order.py [--out bench_order.md] [--folder .] [--minutes 14] [--rounds 3]
                       [--sizes 100K,400K,1500K,5M] [--scale 1.0] [--cache 0.33] [--threads 2]
 
 For each block size a random model of 0.9 to 1.5 GB is written whose routers answer to the token: an
