@@ -51,6 +51,7 @@ $(VENV)/.oracle: $(VENV)/.test
 oracle: $(VENV)/.oracle
 	$(BIN)/python tests/oracle/make_oracle.py --check
 	$(BIN)/python -m pytest -q tests/oracle $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m oracle --ignore=tests/oracle $(PYTEST_ARGS)
 
 $(VENV)/.lint: $(VENV)/.test
 	$(BIN)/pip install -q --disable-pip-version-check 'ruff>=0.9,<1' 'mypy>=1.14,<3' 'clang-format>=18,<24'

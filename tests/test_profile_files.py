@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -224,10 +225,32 @@ def test_inspect_writes_a_page_that_stands_alone(folder: Path, tmp_path: Path) -
     )
 
 
-def test_inspect_draws_pictures(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert run("inspect", folder / "a", "--plot", tmp_path / "p.png") == 0
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(
+    ("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_inspect_draws_pictures(folder: Path, tmp_path: Path, suffix: str, start: bytes) -> None:
+    pictures = [tmp_path / f"{name}.{suffix}" for name in ("p", "again")]
+    for picture in pictures:
+        assert run("inspect", folder / "a", "--plot", picture) == 0
+    first, again = (picture.read_bytes() for picture in pictures)
+    assert first.startswith(start)
+    assert first == again  # neither dates nor random ids
+    if suffix == "svg":
+        for words in (b"expert", b"layer", b"hottest experts, % of all", b"no preference"):
+            assert words in first
+
+
+def test_pictures_without_matplotlib_say_what_to_install(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run("inspect", folder / "a", "--plot", tmp_path / "p.png") == 1
+    assert "pip install colibri-tools[plot]" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_options_about_other_files_are_refused(

@@ -25,6 +25,7 @@ def plot_profile(profile: RoutingProfile, path: Path) -> None:
     if path.suffix.lower() not in _FORMATS:
         raise UsageError(f"{path}: plots are written as {', '.join(_FORMATS)}; choose one of these")
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise JobError(
@@ -42,7 +43,8 @@ def plot_profile(profile: RoutingProfile, path: Path) -> None:
     )
     # Neither dates nor random ids: the same profile gives the same file.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower())
-    figure.savefig(path, dpi=150, metadata=metadata)
+    with rc_context({"svg.hashsalt": profile.fingerprint}):
+        figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def _heat(figure: Any, axes: Any, profile: RoutingProfile) -> None:
