@@ -16,10 +16,10 @@ is missed that the drive decides.
 The model is profiled and reordered; then every order x preload x text decodes the same tokens one
 by one, in turns, round after round, each in a process of its own whose memory is the cache and 512
 MiB (a control group, where this is root's to make), the container's pages dropped from the page
-cache before it, and as much memory as the cache has used once: without that,
-filling an empty cache after an idle while was a third slower on one virtual machine. Twice a round the first tokens of the profile's trace are simulated, for
-which the drive and computing are measured, and decoded right after, in the order `id` without
-preloading: predicted and measured tokens/s.
+cache before it, and as much memory as the cache has used once: without that, filling an empty cache
+after an idle while was a third slower on one virtual machine. Twice a round the first tokens of the
+profile's trace are simulated, for which the drive and computing are measured, and decoded right
+after, in the order `id` without preloading: predicted and measured tokens/s.
 
 --out is written anew after every round, so that what is there when it is interrupted is sound.
 Rounds end when a size has had its share of --minutes. Containers are removed; the disk needs four
