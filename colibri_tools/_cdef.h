@@ -34,6 +34,7 @@ bool clb_simulate(const char *path, uint64_t cache_bytes, bool preload, const ui
 typedef struct {
   uint64_t n;
   double seconds;
+  uint64_t bytes_read;
 } clb_request_time;
 bool clb_time_requests(const char *path, size_t k, uint32_t io_threads, double seconds, clb_request_time *times,
                        bool *direct, char *error, size_t error_bytes);

@@ -93,8 +93,7 @@ class MemoryPlan:
         if self.compute is None:
             text += "Tokens/s is what the drive allows; computing comes on top."
         else:
-            seconds = self.compute.experts + self.compute.other
-            text += f"Computing a token: {1e3 * seconds:.3g} ms."
+            text += f"Time of {self.compute}."
         console.print(text, style="dim", soft_wrap=True)
 
 
@@ -211,7 +210,7 @@ class _Model:
     def measure(self, disk: float | None, compute: float | None) -> list[str]:
         """Take what is given and measure the rest; return notes on what could not be."""
         if disk is None:
-            self.rate = measure_rate(self.path, self.top_k, self.block_bytes)
+            self.rate = measure_rate(self.path, self.top_k)
         else:
             self.rate = Rate(disk, "given")
             if compute is None:

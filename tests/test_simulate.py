@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,23 @@ from engine_models import VOCAB, make_model
 from rich.console import Console
 
 from colibri_tools.cli import main
-from colibri_tools.engine import Engine
+from colibri_tools.engine import Engine, estimate
 from colibri_tools.errors import FormatError, UsageError
 from colibri_tools.output import counted, format_speed, parse_rate
 from colibri_tools.plan import plan_memory
 from colibri_tools.profile.file import RoutingProfile, load_profile
 from colibri_tools.profile.profiling import profile_routing
 from colibri_tools.profile.replay import replay, requests_of
-from colibri_tools.profile.simulate import engine_replay, simulate
-from colibri_tools.profile.speed import ComputeTime, Rate, measure_rate, tokens_per_second
+from colibri_tools.profile.simulate import compute_time, engine_replay, simulate
+from colibri_tools.profile.speed import (
+    ComputeTime,
+    Rate,
+    finding_cache,
+    line_through,
+    measure_rate,
+    rate_of,
+    tokens_per_second,
+)
 from colibri_tools.repack import repack
 from colibri_tools.rewrite import reorder
 
@@ -135,6 +144,70 @@ def test_speed_is_what_the_drive_and_computing_allow(tiny: tuple[Path, Path, lis
     assert both.tokens_per_second == pytest.approx(1 / (0.5 + slow.bytes_per_token / 1e6))
 
 
+def test_a_replay_tells_filling_from_a_full_cache(tiny: tuple[Path, Path, list[int]]) -> None:
+    """Up to the first eviction each miss takes memory of its own."""
+    container, path, ids = tiny
+    blocks = 24
+    found = engine_replay(container, experts_of(path), range(N_ROWS), blocks * BLOCK)
+    filled = sum(m * n for m, n in enumerate(found.filling))
+    assert blocks - TOP_K < filled <= blocks
+    n_full = sum(found.full)
+    assert sum(found.filling) + n_full == len(ids) * N_ROWS
+    result = simulate(path, container, expert_cache=[blocks * BLOCK], disk=1e6, compute=0.0)
+    read_when_full = (found.misses - filled) * BLOCK
+    assert result.results[0].tokens_per_second_when_full == pytest.approx(
+        n_full / N_ROWS / (read_when_full / 1e6)
+    )
+    whole = engine_replay(container, experts_of(path), range(N_ROWS), N_BLOCKS * BLOCK)
+    assert sum(whole.full) == 0 and whole.misses <= N_BLOCKS
+
+
+def test_a_cache_that_holds_all_experts_is_as_fast_as_computing(
+    tiny: tuple[Path, Path, list[int]],
+) -> None:
+    container, path, _ = tiny
+    for compute, expected in ((0.25, 4.0), (0.0, None)):
+        result = simulate(
+            path, container, expert_cache=[N_BLOCKS * BLOCK], disk=1e6, compute=compute
+        ).results[0]
+        assert result.tokens_per_second_when_full == expected
+        n_read = result.bytes_per_token / 1e6
+        assert result.tokens_per_second == pytest.approx(1 / (compute + n_read))
+    short = simulate(
+        path, container, expert_cache=[32 * BLOCK], disk=1e6, compute=0.0, max_choices=TOKEN
+    ).results[0]
+    assert short.tokens_per_second_when_full is None  # one token does not fill it
+
+
+def test_the_first_use_of_memory_is_what_filling_takes_longer() -> None:
+    """Requests of 1 and 2 misses of 100 bytes: 1 and 1.5 s full, 2 and 3.5 s filling."""
+    n = np.array([[1, 4, 2], [5, 10, 10]])
+    seconds = np.array([[0.1, 8.0, 7.0], [0.5, 10.0, 15.0]])
+    n_bytes = np.array([[0, 400, 400], [0, 1000, 2000]])
+    rate = rate_of(n, seconds, n_bytes)
+    assert rate is not None and rate.request_seconds == pytest.approx((0, 1, 1.5))
+    assert rate.bytes_per_second == pytest.approx(200 / 1.5)
+    assert rate.filling_seconds_per_byte == pytest.approx((15 - 4 * 1 - 2 * 1.5) / 800)
+    assert rate.seconds(2, 100) == pytest.approx(1.5)
+    assert rate.seconds(2, 100, filling=True) == pytest.approx(1.5 + 200 * 0.01)
+    compute = ComputeTime(experts=0.2, other=0.1)
+    found = tokens_per_second(rate, compute, [1, 0, 0], 100, [0, 0, 1])
+    assert 1 / (found or 0) == pytest.approx(0.1 + 0.1 + 3.5 + 0.05)
+
+
+def test_filling_is_never_faster_and_a_cache_that_is_never_full_is_timed_as_it_is() -> None:
+    n_bytes = np.array([[0, 100, 0], [0, 100, 0]])
+    noise = rate_of(np.array([[0, 1, 0], [0, 1, 0]]), np.array([[0, 0.9, 0], [0, 1.0, 0]]), n_bytes)
+    assert noise is not None and noise.filling_seconds_per_byte == 0
+    assert noise.request_seconds == pytest.approx((0, 1, 1))  # nothing is known of two
+    never = rate_of(
+        np.array([[0, 2, 0], [0, 0, 0]]), np.array([[0, 3.0, 0], [0, 0, 0]]), 2 * n_bytes
+    )
+    assert never is not None and never.filling_seconds_per_byte == 0
+    assert never.request_seconds == pytest.approx((0, 1.5, 1.5))
+    assert rate_of(np.zeros((2, 3)), np.zeros((2, 3)), np.zeros((2, 3))) is None
+
+
 def test_experts_are_computed_while_others_are_read() -> None:
     """Two layers of two experts: 0.2 s of experts a token, 0.05 for each; 0.1 for the rest."""
     compute = ComputeTime(experts=0.2, other=0.1)
@@ -157,12 +230,54 @@ def test_experts_are_computed_while_others_are_read() -> None:
     assert seconds(measured, [0, 0, 2], delayed) == pytest.approx(0.1 + 2 * (1.0 + 0.05))
 
 
+def test_computing_takes_longer_where_experts_are_missing() -> None:
+    """Two layers of two experts; found: 0.2 s of experts and 0.1; missing: 0.1 and 0.06 more."""
+    compute = ComputeTime(0.2, 0.1, 1.0, experts_missing=0.1, other_missing=0.06)
+    rate = Rate(1e6, "given")
+
+    def seconds(by_misses: list[float], filling: list[float]) -> float:
+        return 1 / (tokens_per_second(rate, compute, by_misses, 1e6, filling) or 0)
+
+    assert seconds([2, 0, 0], []) == pytest.approx(0.3)
+    assert seconds([0, 0, 2], []) == pytest.approx(0.16 + 2 * (2 + 0.3 / 2 / 2))
+    assert seconds([1, 0, 0], [0, 1, 0]) == pytest.approx(0.1 + 0.03 / 2 + 0.1 + 1 + 0.25 / 2 / 2)
+    assert str(compute) == "computing a token: 300 ms, 460 ms where all is missing"
+    assert str(ComputeTime(0.2, 0.1)) == "computing a token: 300 ms"
+
+
+def test_a_line_through_tokens_says_what_missing_costs() -> None:
+    shares = [0.1, 0.3, 0.9, 0.9]
+    base, more = line_through(shares, [2 + 3 * share for share in shares])
+    assert (base, more) == pytest.approx((2, 3))
+    assert line_through([0.2, 0.8], [5, 3]) == pytest.approx((4, 0))  # never less
+    assert line_through([0.5, 0.6], [1, 3]) == (2, 0)  # too near to tell
+    base, more = line_through([0.4, 0.8], [0.0, 4.0])  # nothing is computed in less than no time
+    assert base == pytest.approx(0) and more == pytest.approx(2 / 0.6)
+
+
+def test_computing_is_measured_with_experts_found_where_memory_allows(
+    tiny: tuple[Path, Path, list[int]],
+) -> None:
+    container, _, _ = tiny
+    limits = estimate(container, precision="fast")
+    wanted = limits.token_bytes + limits.min_cache_bytes
+    assert finding_cache(limits) == wanted
+    little = limits.min_total_bytes + wanted
+    assert finding_cache(replace(limits, available_bytes=little)) == wanted
+    assert finding_cache(replace(limits, available_bytes=little - 1)) == 0
+    _, notes = compute_time(container, replace(limits, available_bytes=0), None, TOP_K, None)
+    assert len(notes) == 1 and "memory has no room for those of one token (3.00 MiB)" in notes[0]
+    everything = replace(limits, all_experts_bytes=limits.token_bytes)
+    assert finding_cache(everything) == limits.token_bytes
+
+
 def test_this_machine_is_measured(tiny: tuple[Path, Path, list[int]]) -> None:
     container, path, _ = tiny
-    rate = measure_rate(container, TOP_K, BLOCK)
+    rate = measure_rate(container, TOP_K)
     assert rate is not None and rate.request_seconds is not None
     assert len(rate.request_seconds) == TOP_K + 1 and rate.request_seconds[0] == 0
     assert all(0 < s < 10 for s in rate.request_seconds[1:])
+    assert 0 <= rate.filling_seconds_per_byte < 1
     assert rate.bytes_per_second == pytest.approx(TOP_K * BLOCK / rate.request_seconds[TOP_K])
     result = simulate(path, container, expert_cache=[8 * BLOCK])
     assert result.compute is not None and result.compute.stretch >= 1

@@ -30,6 +30,7 @@ from colibri_tools.profile.routing import load_routing
 from colibri_tools.profile.speed import (
     ComputeTime,
     Rate,
+    finding_cache,
     measure_compute,
     measure_rate,
     tokens_per_second,
@@ -67,8 +68,10 @@ NO_BUDGET = (1 << 63) - 1
 class CacheResult:
     """One cache size: hit rates by policy, and by the engine's what a token reads and takes.
 
-    `tokens_per_second` is None where nothing says how fast the drive is; without a time for
-    computing it is what the drive allows at most. `below_token`: smaller than one token's experts.
+    `tokens_per_second` is that of the whole trace, from an empty cache on, `..._when_full` that of
+    what comes once the cache is full, None where it never is. Without a time for computing both are
+    what the drive allows at most; they are None where nothing says how fast it is. `below_token`:
+    smaller than one token's experts.
     """
 
     cache_bytes: int
@@ -77,6 +80,7 @@ class CacheResult:
     hit_rates: dict[str, float]
     bytes_per_token: float
     tokens_per_second: float | None
+    tokens_per_second_when_full: float | None
     below_token: bool
 
 
@@ -155,7 +159,7 @@ def simulate(
     limits = estimate(model, ram_budget=NO_BUDGET, precision="fast")
     sizes += [(_checked_cache(size, limits), None) for size in expert_cache]
     top_k = experts.shape[2]
-    rate = measure_rate(model, top_k, block_bytes) if disk is None else Rate(disk, "given")
+    rate = measure_rate(model, top_k) if disk is None else Rate(disk, "given")
     time, notes = compute_time(model, limits, compute, top_k, rate)
     job = _Replay(os.fspath(model), rows, block_bytes, kept, routing, limits, rate, time)
     results = tuple(job.result(size, budget) for size, budget in sizes)
@@ -199,8 +203,14 @@ def compute_time(
     """Return a token's time, `compute` seconds or measured, and a note where it cannot be."""
     if compute is not None:
         return ComputeTime(0.0, compute), []
+    notes = []
+    if not finding_cache(limits):
+        notes.append(
+            "computing was timed with nearly all experts missing, as memory has no room for those "
+            f"of one token ({format_bytes(limits.token_bytes)}): it is faster where many are found"
+        )
     try:
-        return measure_compute(model, limits, top_k, rate), []
+        return measure_compute(model, limits, top_k, rate), notes
     except ColibriError as error:
         return None, [f"time to compute is left out, as it could not be measured: {error.message}"]
 
@@ -248,6 +258,9 @@ class _Replay:
         found = engine_replay(self.model, self.experts, self.rows, cache_bytes)
         capacity = int(cache_bytes / self.block_bytes)
         rates = {"engine": found.hit_rate}
+        n, full, n_full = len(self.experts), found.full, sum(found.full) / len(self.rows)
+        if cache_bytes >= self.limits.all_experts_bytes:  # then nothing is read any more
+            full, n_full = (len(self.rows),), 1.0
         for policy in POLICIES[1:]:
             rates[policy] = replay(policy, self.requests, capacity, self.counts)
         return CacheResult(
@@ -255,17 +268,26 @@ class _Replay:
             ram_bytes=ram_bytes,
             blocks=capacity,
             hit_rates=rates,
-            bytes_per_token=found.bytes_read / len(self.experts),
-            tokens_per_second=self._speed(found),
+            bytes_per_token=found.bytes_read / n,
+            tokens_per_second=self._speed(found, found.full, found.filling, n),
+            tokens_per_second_when_full=self._speed(found, full, (), n_full),
             below_token=cache_bytes < min(self.limits.token_bytes, self.limits.all_experts_bytes),
         )
 
-    def _speed(self, found: Replayed) -> float | None:
-        if self.rate is None:
+    def _speed(
+        self, found: Replayed, full: Sequence[int], filling: Sequence[int], n_tokens: float
+    ) -> float | None:
+        """The speed of so many tokens, which made these requests."""
+        if self.rate is None or not n_tokens:
             return None
-        by_misses = [n / len(self.experts) for n in found.by_misses]
         block = found.bytes_read / found.misses if found.misses else self.block_bytes
-        return tokens_per_second(self.rate, self.compute, by_misses, block)
+        return tokens_per_second(
+            self.rate,
+            self.compute,
+            [n / n_tokens for n in full],
+            block,
+            [n / n_tokens for n in filling],
+        )
 
     def curve(self) -> tuple[tuple[int, float, float], ...]:
         """Hit rates of the engine and of LRU, from two blocks to all of them."""
@@ -294,13 +316,20 @@ class _Replay:
 class Replayed:
     """What the engine's store met: experts found and missed, bytes it would have read.
 
-    `by_misses[m]` is how many requests missed m experts, 0 to top_k.
+    `filling[m]` is how many requests missed m experts, 0 to top_k, until something was evicted,
+    `full[m]` how many from then on.
     """
 
     hits: int
     misses: int
     bytes_read: int
-    by_misses: tuple[int, ...]
+    filling: tuple[int, ...]
+    full: tuple[int, ...]
+
+    @property
+    def by_misses(self) -> tuple[int, ...]:
+        """All requests, by how many experts they missed."""
+        return tuple(map(sum, zip(self.filling, self.full, strict=True)))
 
     @property
     def hit_rate(self) -> float:
@@ -325,7 +354,7 @@ def engine_replay(
     flat = np.ascontiguousarray(experts, np.uint32)
     row_numbers = np.array(rows, np.uint32)
     found, text = ffi.new("clb_simulation *"), ffi.new("char[]", lib.COLIBRI_ERROR_BYTES)
-    by_misses = np.zeros(k + 1, np.uint64)
+    by_misses = np.zeros((2, k + 1), np.uint64)
     ok = lib.clb_simulate(
         os.fsencode(model),
         cache_bytes,
@@ -342,5 +371,10 @@ def engine_replay(
     )
     if not ok:
         raise FormatError(f"{os.fspath(model)}: {ffi.string(text).decode('utf-8', 'replace')}")
-    counts = tuple(by_misses.tolist())
-    return Replayed(int(found.hits), int(found.misses), int(found.bytes_read), counts)
+    return Replayed(
+        hits=int(found.hits),
+        misses=int(found.misses),
+        bytes_read=int(found.bytes_read),
+        filling=tuple(by_misses[0].tolist()),
+        full=tuple(by_misses[1].tolist()),
+    )

@@ -20,14 +20,17 @@ def render(s: Simulation, console: Console) -> None:
         soft_wrap=True,
     )
     if s.rate is not None:
-        speed = f"drive: {s.rate.bytes_per_second / 1e9:.2f} GB/s, {s.rate.source}"
+        speed = f"drive: {s.rate.bytes_per_second / 1e9:.2f} GB/s"
+        if s.rate.filling_seconds_per_byte:
+            while_filling = 1 / (1 / s.rate.bytes_per_second + s.rate.filling_seconds_per_byte)
+            speed += f" ({while_filling / 1e9:.2f} while the cache fills)"
+        speed += f", {s.rate.source}"
         if s.rate.request_seconds is not None:
             times = s.rate.request_seconds
             speed += f"; one missing expert takes {1e3 * times[1]:.3g} ms"
             speed += f", {len(times) - 1} take {1e3 * times[-1]:.3g} ms" if len(times) > 2 else ""
         if s.compute is not None:
-            total = 1e3 * (s.compute.experts + s.compute.other)
-            speed += f"; computing a token: {total:.3g} ms"
+            speed += f"; {s.compute}"
         console.print(speed, style="dim")
     console.print()
     _render_caches(s, console)
@@ -36,23 +39,31 @@ def render(s: Simulation, console: Console) -> None:
 
 
 def _render_caches(s: Simulation, console: Console) -> None:
-    headers = ("memory", "cache", *POLICIES, "read per token", "tokens/s")
+    headers = ("memory", "cache", *POLICIES, "read per token", "tokens/s", "once full")
     styles = ["yellow" if result.below_token else "" for result in s.results]
     print_numbers(console, headers, [_row(s, result) for result in s.results], styles)
-    console.print("hit rates; belady is the most that any policy can reach", style="dim")
+    console.print(
+        "hit rates; belady is the most that any policy can reach. tokens/s: of all that is "
+        "replayed, from an empty cache on, and of what comes once it is full",
+        style="dim",
+    )
 
 
 def _row(s: Simulation, r: CacheResult) -> list[str]:
-    speed = "?" if r.tokens_per_second is None else format_speed(r.tokens_per_second)
-    if s.compute is None and r.tokens_per_second is not None:
-        speed = f"< {speed}"
     return [
         "-" if r.ram_bytes is None else format_bytes(r.ram_bytes),
         format_bytes(r.cache_bytes),
         *(f"{r.hit_rates[policy]:.1%}" for policy in POLICIES),
         format_bytes(int(r.bytes_per_token)),
-        speed,
+        "?" if s.rate is None else _speed(s, r.tokens_per_second),
+        _speed(s, r.tokens_per_second_when_full),
     ]
+
+
+def _speed(s: Simulation, tokens_per_second: float | None) -> str:
+    if tokens_per_second is None:
+        return "-"
+    return ("< " if s.compute is None else "") + format_speed(tokens_per_second)
 
 
 def _render_curve(s: Simulation, console: Console) -> None:

@@ -18,18 +18,20 @@ static bool serve(clb_store *s, size_t row, const uint32_t *experts, size_t k) {
   return status == CLB_STORE_DONE;
 }
 
-static uint64_t misses_of(const clb_store *s) {
+static clb_store_metrics metrics_of(const clb_store *s) {
   clb_store_metrics metrics;
   clb_store_get_metrics(s, &metrics);
-  return metrics.misses;
+  return metrics;
 }
 
 static bool replay(clb_store *s, const uint32_t *rows, size_t n_rows, const uint32_t *experts, size_t n_tokens,
                    size_t k, uint64_t *by_misses) {
   for (size_t i = 0; i < n_tokens * n_rows; i++) {
-    const uint64_t before = misses_of(s);
+    const uint64_t before = metrics_of(s).misses;
     if (!serve(s, rows[i % n_rows], experts + i * k, k)) return false;
-    if (by_misses != NULL) by_misses[misses_of(s) - before]++;
+    const clb_store_metrics after = metrics_of(s);
+    const bool full = after.evictions > 0;
+    if (by_misses != NULL) by_misses[full * (k + 1) + after.misses - before]++;
   }
   return true;
 }
@@ -38,20 +40,21 @@ bool clb_simulate(const char *path, uint64_t cache_bytes, bool preload, const ui
                   const uint32_t *experts, size_t n_tokens, size_t k, clb_simulation *out, uint64_t *by_misses,
                   char *error, size_t error_bytes) {
   *out = (clb_simulation){0};
-  if (by_misses != NULL) memset(by_misses, 0, (k + 1) * sizeof *by_misses);
+  if (by_misses != NULL) memset(by_misses, 0, 2 * (k + 1) * sizeof *by_misses);
   clb_container *container = clb_container_open(path, error, error_bytes);
   if (container == NULL) return false;
   clb_store *s = clb_store_open_dry(container, cache_bytes, error, error_bytes);
   bool ok = s != NULL;
-  clb_store_metrics before = {0}, after = {0};
   if (ok) {
     ok = !preload || clb_store_preload(s, cache_bytes);
-    clb_store_get_metrics(s, &before);
+    const clb_store_metrics before = metrics_of(s);
     ok = ok && replay(s, rows, n_rows, experts, n_tokens, k, by_misses);
-    clb_store_get_metrics(s, &after);
+    const clb_store_metrics after = metrics_of(s);
+    out->hits = after.hits - before.hits;
+    out->misses = after.misses - before.misses;
+    out->bytes_read = after.bytes_read - before.bytes_read;
     if (!ok) snprintf(error, error_bytes, "%s", clb_store_error(s));
   }
-  *out = (clb_simulation){after.hits - before.hits, after.misses - before.misses, after.bytes_read - before.bytes_read};
   clb_store_close(s);
   clb_container_close(container);
   return ok;
@@ -61,8 +64,8 @@ bool clb_simulate(const char *path, uint64_t cache_bytes, bool preload, const ui
 // Timing
 
 // Reading into the same few MiB over and over is faster than what a run does, so the cache is larger than what stays in
-// a CPU's, and yet small beside the model.
-enum { TIMING_CACHE_BYTES = 256 << 20, TIMING_CACHE_SHARE = 8 };
+// a CPU's and than what memory was free a moment ago, and yet small beside the model.
+enum { TIMING_CACHE_BYTES = 256 << 20, TIMING_CACHE_SHARE = 4, MOST_FILLING = 4 };
 
 static uint64_t timing_cache(const clb_container *c, size_t k) {
   clb_store_sizes sizes;
@@ -104,15 +107,22 @@ static size_t draw_experts(timer *t, size_t *row, size_t n) {
 
 static bool time_requests(timer *t, size_t k, double seconds, clb_request_time *times) {
   const double start = clb_seconds();
-  for (size_t i = 0; clb_seconds() - start < seconds; i++) {
+  double now = start, end = start + MOST_FILLING * seconds;
+  clb_store_metrics before = metrics_of(t->store);
+  for (size_t i = 0; now < end; i++) {
     size_t row;
     const size_t n = draw_experts(t, &row, 1 + i % k);
-    const uint64_t missed = misses_of(t->store);
-    const double before = clb_seconds();
+    const double began = clb_seconds();
     if (!serve(t->store, row, t->experts, n)) return false;
-    clb_request_time *found = &times[misses_of(t->store) - missed];
-    found->seconds += clb_seconds() - before;
+    now = clb_seconds();
+    const clb_store_metrics after = metrics_of(t->store);
+    const bool full = after.evictions > 0;
+    if (full && before.evictions == 0) end = now + seconds;
+    clb_request_time *found = &times[full * (k + 1) + after.misses - before.misses];
+    found->seconds += now - began;
+    found->bytes_read += after.bytes_read - before.bytes_read;
     found->n++;
+    before = after;
   }
   return true;
 }
@@ -131,9 +141,7 @@ static bool time_container(const clb_container *c, size_t k, uint32_t io_threads
     snprintf(error, error_bytes, "%s", clb_store_error(t.store));
     ok = false;
   }
-  clb_store_metrics metrics;
-  clb_store_get_metrics(t.store, &metrics);
-  *direct = metrics.direct;
+  *direct = metrics_of(t.store).direct;
   free(t.experts);
   clb_store_close(t.store);
   return ok;
@@ -141,7 +149,7 @@ static bool time_container(const clb_container *c, size_t k, uint32_t io_threads
 
 bool clb_time_requests(const char *path, size_t k, uint32_t io_threads, double seconds, clb_request_time *times,
                        bool *direct, char *error, size_t error_bytes) {
-  memset(times, 0, (k + 1) * sizeof *times);
+  memset(times, 0, 2 * (k + 1) * sizeof *times);
   *direct = false;
   clb_container *container = clb_container_open(path, error, error_bytes);
   if (container == NULL) return false;

@@ -1,8 +1,9 @@
 """Orders of blocks, with and without preloading, on text like the profile and unlike it; and what
 `simulate` predicts beside what is measured.
 
-usage: bench_order.py [--out bench_order.md] [--folder .] [--minutes 14] [--rounds 3]
-                      [--sizes 100K,400K,1500K,5M] [--scale 1.0] [--cache 0.33] [--threads 2]
+usage: bench_order.py [--out bench_order.md] [--folder .] [--minutes 14] [--rounds 3] [--pairs 4]
+                      [--idle 15] [--sizes 100K,400K,1500K,5M] [--scale 1.0] [--cache 0.33]
+                      [--threads 2]
 
 For each block size a random model of 0.9 to 1.5 GB is written whose routers answer to the token: an
 embedding is a direction of its own, plus one that all tokens of its half of the vocabulary share,
@@ -13,19 +14,22 @@ which a profile can learn: "like" texts are of the half that was profiled, other
 "unlike" ones of the other half. `--cache` is the share of all experts that the cache holds: enough
 is missed that the drive decides.
 
-The model is profiled and reordered; then every order x preload x text decodes the same tokens one
-by one, in turns, round after round, each in a process of its own whose memory is the cache and 512
-MiB (a control group, where this is root's to make), the container's pages dropped from the page
-cache before it, and as much memory as the cache has used once: without that, filling an empty cache
-after an idle while was a third slower on one virtual machine. Twice a round the first tokens of the
-profile's trace are simulated, for which the drive and computing are measured, and decoded right
-after, in the order `id` without preloading: predicted and measured tokens/s.
+The model is profiled and reordered. First come --pairs of a prediction and a measurement: the first
+tokens of the profile's trace are simulated, for which the drive, the first use of memory and
+computing are measured, and then decoded, in the order `id` without preloading. Both are processes
+of their own behind --idle seconds in which nothing runs, as a user would start them: by then a
+virtual machine may have given free memory back to its host.
 
---out is written anew after every round, so that what is there when it is interrupted is sound.
-Rounds end when a size has had its share of --minutes. Containers are removed; the disk needs four
-times the largest model, 6 GB. tokens/s counts decoding only; preloading is in the time of opening.
-Reads are system calls that read, and bytes are those the drive was asked for, both per decoded
-token. No prefetching but in the line that says so. Nothing is asserted.
+Then, unless --rounds is 0, every order x preload x text decodes the same tokens one by one, in
+turns, round after round, each in a process of its own whose memory is the cache and 512 MiB (a
+control group, where this is root's to make), the container's pages dropped from the page cache
+before it, and as much memory as the cache has used once, so that runs meet the same memory.
+
+--out is written anew after the pairs and every round, so that what is there when it is interrupted
+is sound. Rounds end when a size has had its share of --minutes. Containers are removed; the disk
+needs four times the largest model, 6 GB. tokens/s counts decoding only; preloading is in the time
+of opening. Reads are system calls that read, and bytes are those the drive was asked for, both per
+decoded token. No prefetching but in the line that says so. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +70,7 @@ from colibri_tools.engine import Engine
 from colibri_tools.output import format_bytes, parse_size
 from colibri_tools.profile.profiling import profile_routing
 from colibri_tools.profile.report import ordering_benefit
-from colibri_tools.profile.simulate import CacheResult, simulate
+from colibri_tools.profile.simulate import simulate
 from colibri_tools.profile.stats import coverage, held_out
 from colibri_tools.rewrite import reorder
 
@@ -76,7 +80,6 @@ TEXTS = ("like", "unlike")
 ZIPF = 1.0
 DOMAIN, COMMON = 0.6, 0.4  # beside a token's own direction, of 1
 BESIDE_CACHE = 512 << 20
-PAIRS = 2
 
 
 @dataclass(frozen=True)
@@ -270,10 +273,27 @@ def touch(n_bytes: int) -> None:
             pages[at] = 1
 
 
+def predict(job: dict[str, Any]) -> dict[str, Any]:
+    """Simulate and return what matters of it. `job` is what `run_job` was asked for."""
+    caches = [job["cache"]]
+    found = simulate(
+        job["profile"], job["path"], expert_cache=caches, max_choices=job["max_choices"]
+    )
+    if found.rate is None or found.compute is None:
+        raise SystemExit(f"nothing was measured: {found.notes}")
+    return {
+        "tokens_per_second": found.results[0].tokens_per_second,
+        "hit_rate": found.results[0].hit_rates["engine"],
+        "bytes_per_second": found.rate.bytes_per_second,
+        "filling": found.rate.filling_seconds_per_byte,
+    }
+
+
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Decode and return what it took. `job` is what `run_job` was asked for."""
     tokens = job["tokens"]
-    touch(job["cache"])
+    if job["touch"]:
+        touch(job["cache"])
     opening = time.perf_counter()
     with Engine(
         job["path"],
@@ -341,15 +361,16 @@ class Limit:
         print(f"{self.path}: cannot be removed", file=sys.stderr)
 
 
-def run_job(job: dict[str, Any], limit: Limit) -> dict[str, Any]:
+def run_job(job: dict[str, Any], limit: Limit | None) -> dict[str, Any]:
+    """What `measure` finds, or `predict` where the job has a profile."""
     drop_pages(Path(job["path"]))
     done = subprocess.run(
-        [sys.executable, __file__, "--measure"],
+        [sys.executable, __file__, "--job"],
         input=json.dumps(job),
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=limit.enter,
+        preexec_fn=None if limit is None else limit.enter,
     )
     if done.returncode:
         raise SystemExit(f"a measurement failed: {done.stderr.strip()[-600:]}")
@@ -369,11 +390,13 @@ class Results:
     about: str = ""
     found: dict[tuple[str, bool, str], list[dict[str, Any]]] = field(default_factory=dict)
     n_rounds: int = 0
-    pairs: list[tuple[CacheResult, dict[str, Any]]] = field(default_factory=list)
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     prefetched: list[float] = field(default_factory=list)
 
     def rows(self) -> list[str]:
         """The table of orders: a line for each, on text like the profile and unlike it."""
+        if not self.n_rounds:
+            return []
         return [
             f"| {self.name} | {'yes' if preload else 'no'} | {order} | "
             + " | ".join(_cells(self.found[order, preload, kind]) for kind in TEXTS)
@@ -384,18 +407,29 @@ class Results:
 
     def prediction_rows(self) -> list[str]:
         """Predicted and measured: medians of all pairs, and how far apart each pair is."""
-        predicted = [p.tokens_per_second or 0.0 for p, _ in self.pairs]
+        if not self.pairs:
+            return []
+        predicted = [float(p["tokens_per_second"]) for p, _ in self.pairs]
         measured = [float(m["tokens_per_second"]) for _, m in self.pairs]
         off = [100 * (p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+        drive = [p["bytes_per_second"] / 1e9 for p, _ in self.pairs]
+        filling = [1e-9 / (1 / p["bytes_per_second"] + p["filling"]) for p, _ in self.pairs]
         simulated, found = self.pairs[0]
         waiting = statistics.median(float(m["wait_share"]) for _, m in self.pairs)
         return [
             f"| {self.name} | {statistics.median(predicted):.1f} | "
             f"{statistics.median(measured):.1f} | {statistics.median(off):+.0f} % | "
             f"{', '.join(f'{percent:+.0f}' for percent in off)} | "
-            f"{simulated.hit_rates['engine']:.2%} | {found['hit_rate']:.2%} | {waiting:.0%} | "
-            f"{statistics.median(self.prefetched):.1f} |"
+            f"{simulated['hit_rate']:.2%} | {found['hit_rate']:.2%} | {waiting:.0%} | "
+            f"{statistics.median(drive):.2f} ({min(drive):.2f}-{max(drive):.2f}) | "
+            f"{statistics.median(filling):.2f} ({min(filling):.2f}-{max(filling):.2f}) |"
         ]
+
+    def prefetch_line(self) -> str:
+        """What reading ahead gives, beside the row of `id` without preloading on like text."""
+        if not self.prefetched:
+            return ""
+        return f"{self.name} {statistics.median(self.prefetched):.1f}"
 
 
 def _cells(results: list[dict[str, Any]]) -> str:
@@ -421,8 +455,10 @@ class Prepared:
     benefit: str
 
 
-def prepare(folder: Path, name: str, shape: Shape, n_profiled: int) -> Prepared:
-    paths = {order: folder / f"{name}-{order}.colibri" for order in ORDERS}
+def prepare(
+    folder: Path, name: str, shape: Shape, n_profiled: int, orders: Sequence[str]
+) -> Prepared:
+    paths = {order: folder / f"{name}-{order}.colibri" for order in orders}
     write_model(paths["id"], shape)
     ids = folder / f"{name}.ids"
     tokens = text("like", n_profiled, seed=1)
@@ -431,31 +467,41 @@ def prepare(folder: Path, name: str, shape: Shape, n_profiled: int) -> Prepared:
     files = [("like", ids)]
     result = profile_routing(paths["id"], profile, token_files=files, trace=True, force=True)
     p = result.report.profile
-    for order in ORDERS[1:]:
+    for order in orders[1:]:
         reorder(paths["id"], paths[order], routing=profile, order=order, force=True)
+    for path in paths.values():
+        drop_pages(path)
     with Engine(paths["id"], ctx=8, threads=1) as engine:
         all_bytes = engine.memory.all_experts_bytes
     benefit = ordering_benefit(coverage(p.counts(), p.mask()), held_out(p))[1]
     return Prepared(paths, profile, tokens, all_bytes, benefit)
 
 
-def predict(job: dict[str, Any], results: Results, model: Prepared, limit: Limit) -> None:
+def run_pair(
+    args: argparse.Namespace, results: Results, model: Prepared, cache: int, limit: Limit
+) -> None:
     """Simulate the first tokens of the trace, then decode them."""
-    shape, path = results.shape, model.paths["id"]
-    drop_pages(path)
+    shape, job = results.shape, {"path": str(model.paths["id"]), "cache": cache}
     choices = shape.n_tokens * shape.n_layers * shape.top_k
-    found = simulate(model.profile, path, expert_cache=[job["cache"]], max_choices=choices)
-    seen = {"path": str(path), "preload": False, "tokens": model.text[: shape.n_tokens]}
-    results.pairs.append((found.results[0], run_job(job | seen, limit)))
+    profile = {"profile": str(model.profile), "max_choices": choices}
+    time.sleep(args.idle)
+    predicted = run_job(job | profile, None)
+    job |= {"preload": False, "tokens": model.text[: shape.n_tokens], "touch": False}
+    time.sleep(args.idle)
+    measured = run_job(job | {"threads": args.threads, "prefetch": 0}, limit)
+    results.pairs.append((predicted, measured))
+    print(
+        f"{results.name}: predicted {predicted['tokens_per_second']:.1f}, measured "
+        f"{measured['tokens_per_second']:.1f} tokens/s",
+        file=sys.stderr,
+    )
 
 
 def run_round(
     args: argparse.Namespace, results: Results, model: Prepared, cache: int, limit: Limit
 ) -> None:
     shape = results.shape
-    job: dict[str, Any] = {"cache": cache, "threads": args.threads, "prefetch": 0}
-    for _ in range(PAIRS):
-        predict(job, results, model, limit)
+    job: dict[str, Any] = {"cache": cache, "threads": args.threads, "prefetch": 0, "touch": True}
     for kind in TEXTS:
         job["tokens"] = text(kind, shape.n_tokens, seed=100 + results.n_rounds)
         for preload in (False, True):
@@ -469,9 +515,9 @@ def run_round(
 
 
 def bench(args: argparse.Namespace, folder: Path, results: Results, end: float) -> Iterator[None]:
-    """Measure one size until `end`, a round at least. Yields after each round."""
+    """Measure one size: pairs, and rounds until `end`, one at least. Yields after each round."""
     shape, name = results.shape, results.name
-    model = prepare(folder, name, shape, args.profiled)
+    model = prepare(folder, name, shape, args.profiled, ORDERS if args.rounds else ORDERS[:1])
     cache = int(args.cache * model.all_bytes)
     with Limit(cache + BESIDE_CACHE) as limit:
         where = "none" if limit.path is None else format_bytes(cache + BESIDE_CACHE)
@@ -480,6 +526,11 @@ def bench(args: argparse.Namespace, folder: Path, results: Results, end: float) 
             f"{shape.n_tokens} tokens; experts {format_bytes(model.all_bytes)}, cache "
             f"{format_bytes(cache)}, memory limit {where}; {model.benefit}"
         )
+        for i in range(args.pairs):
+            if i == 0:
+                time.sleep(args.idle)  # the page cache had the models, much more than a run frees
+            run_pair(args, results, model, cache, limit)
+        yield
         for _ in range(args.rounds):
             start = time.monotonic()
             run_round(args, results, model, cache, limit)
@@ -505,19 +556,22 @@ ORDERS_HEAD = "\n".join(
 )
 
 PREDICTED_HEAD = """
-| block | predicted tokens/s | measured | off | each, % | simulated hits | found | wait | prefetch |
-| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |"""
+| block | predicted tokens/s | measured | off | each, % | simulated hits | found | wait | GB/s | filling |
+| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |"""  # noqa: E501
 
 
 def write_tables(out: Path, args: argparse.Namespace, all_results: list[Results]) -> None:
+    ahead = ", ".join(filter(None, (r.prefetch_line() for r in all_results)))
     lines = [
         f"{cpu_name()}, {os.cpu_count()} CPUs, {args.threads} threads, Python "
         f"{platform.python_version()}; load average {os.getloadavg()[0]:.1f}; rounds: "
         + ", ".join(f"{r.name} {r.n_rounds}" for r in all_results),
         "",
         *(r.about for r in all_results),
-        ORDERS_HEAD,
+        *([ORDERS_HEAD] if args.rounds else []),
         *(row for r in all_results for row in r.rows()),
+        "",
+        *([f"With --prefetch-depth 1: {ahead} tokens/s"] if ahead else []),
         PREDICTED_HEAD,
         *(row for r in all_results for row in r.prediction_rows()),
     ]
@@ -532,17 +586,20 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", default="100K,400K,1500K,5M")
     parser.add_argument("--scale", type=float, default=1.0, help="of experts and layers")
     parser.add_argument("--profiled", type=int, default=2048, help="tokens of the profile")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of all orders")
+    parser.add_argument("--pairs", type=int, default=4, help="of a prediction and a measurement")
+    parser.add_argument("--idle", type=float, default=15.0, help="seconds before each of these")
     parser.add_argument("--cache", type=float, default=0.33, help="share of all experts")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    if args.measure:
-        print(json.dumps(measure(json.load(sys.stdin))))
+    if args.job:
+        job = json.load(sys.stdin)
+        print(json.dumps(predict(job) if "profile" in job else measure(job)))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up
     deadline = time.monotonic() + 60 * args.minutes
