@@ -572,7 +572,7 @@ def write_tables(out: Path, args: argparse.Namespace, all_results: list[Results]
         *(row for r in all_results for row in r.rows()),
         "",
         *([f"With --prefetch-depth 1: {ahead} tokens/s"] if ahead else []),
-        PREDICTED_HEAD,
+        *([PREDICTED_HEAD] if args.pairs else []),
         *(row for r in all_results for row in r.prediction_rows()),
     ]
     out.write_text("\n".join(lines) + "\n")
