@@ -16,16 +16,16 @@ from colibri_tools.errors import ColibriError, UsageError
 from colibri_tools.output import format_bytes, format_speed, print_numbers
 from colibri_tools.profile.file import RoutingProfile
 from colibri_tools.profile.fingerprint import container_fingerprint
+from colibri_tools.profile.measuring import measure_speeds
 from colibri_tools.profile.routing import load_routing
 from colibri_tools.profile.simulate import (
     NO_BUDGET,
     check_speeds,
-    compute_time,
     engine_replay,
     main_rows,
     mean_block,
 )
-from colibri_tools.profile.speed import ComputeTime, Rate, measure_rate, tokens_per_second
+from colibri_tools.profile.speed import ComputeTime, Rate, tokens_per_second
 from colibri_tools.profile.stats import coverage_at, coverage_curve
 
 if TYPE_CHECKING:
@@ -209,14 +209,13 @@ class _Model:
 
     def measure(self, disk: float | None, compute: float | None) -> list[str]:
         """Take what is given and measure the rest; return notes on what could not be."""
-        if disk is None:
-            self.rate = measure_rate(self.path, self.top_k)
-        else:
+        if disk is not None and compute is None:  # nothing is run
             self.rate = Rate(disk, "given")
-            if compute is None:
-                return []
+            return []
         limits = estimate(self.path, ram_budget=NO_BUDGET, precision="fast")
-        self.compute, notes = compute_time(self.path, limits, compute, self.top_k, self.rate)
+        self.rate, self.compute, notes = measure_speeds(
+            self.path, limits, self.top_k, disk=disk, compute=compute
+        )
         return notes
 
     def by_misses(self, memory: Memory) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,20 @@ from colibri_tools.errors import FormatError, UsageError
 from colibri_tools.output import counted, format_speed, parse_rate
 from colibri_tools.plan import plan_memory
 from colibri_tools.profile.file import RoutingProfile, load_profile
-from colibri_tools.profile.profiling import profile_routing
-from colibri_tools.profile.replay import replay, requests_of
-from colibri_tools.profile.simulate import compute_time, engine_replay, simulate
-from colibri_tools.profile.speed import (
-    ComputeTime,
-    Rate,
-    finding_cache,
+from colibri_tools.profile.measuring import (
+    Decoded,
+    decoding_cache,
+    largest_change,
     line_through,
     measure_rate,
+    measure_speeds,
     rate_of,
-    tokens_per_second,
+    speeds_of,
 )
+from colibri_tools.profile.profiling import profile_routing
+from colibri_tools.profile.replay import replay, requests_of
+from colibri_tools.profile.simulate import engine_replay, simulate
+from colibri_tools.profile.speed import ComputeTime, Rate, tokens_per_second
 from colibri_tools.repack import repack
 from colibri_tools.rewrite import reorder
 
@@ -226,13 +228,16 @@ def test_experts_are_computed_while_others_are_read() -> None:
     measured = Rate(1e9, "measured", (0.0, 0.4, 0.5))
     assert measured.seconds(1.5, 1e6) == pytest.approx(0.45)
     assert seconds(measured, [0, 0, 2]) == pytest.approx(0.1 + 2 * (0.5 + 0.05))
-    delayed = ComputeTime(experts=0.2, other=0.1, stretch=2.0)
-    assert seconds(measured, [0, 0, 2], delayed) == pytest.approx(0.1 + 2 * (1.0 + 0.05))
+    seen = ComputeTime(experts=0.2, other=0.1, late=0.03, late_each=0.01)
+    assert seconds(measured, [0, 0, 2], seen) == pytest.approx(0.1 + 2 * (0.5 + 0.03 + 2 * 0.01))
+    assert seconds(measured, [2, 0, 0], seen) == pytest.approx(0.3)
+    never_less = ComputeTime(experts=0.2, other=0.1, late=-1.0)
+    assert seconds(measured, [0, 2, 0], never_less) == pytest.approx(0.1)
 
 
 def test_computing_takes_longer_where_experts_are_missing() -> None:
     """Two layers of two experts; found: 0.2 s of experts and 0.1; missing: 0.1 and 0.06 more."""
-    compute = ComputeTime(0.2, 0.1, 1.0, experts_missing=0.1, other_missing=0.06)
+    compute = ComputeTime(0.2, 0.1, experts_missing=0.1, other_missing=0.06)
     rate = Rate(1e6, "given")
 
     def seconds(by_misses: list[float], filling: list[float]) -> float:
@@ -246,29 +251,81 @@ def test_computing_takes_longer_where_experts_are_missing() -> None:
 
 
 def test_a_line_through_tokens_says_what_missing_costs() -> None:
+    def line(shares: list[float], seconds: list[float]) -> tuple[float, float]:
+        return line_through(np.array(shares), np.array(seconds))
+
     shares = [0.1, 0.3, 0.9, 0.9]
-    base, more = line_through(shares, [2 + 3 * share for share in shares])
-    assert (base, more) == pytest.approx((2, 3))
-    assert line_through([0.2, 0.8], [5, 3]) == pytest.approx((4, 0))  # never less
-    assert line_through([0.5, 0.6], [1, 3]) == (2, 0)  # too near to tell
-    base, more = line_through([0.4, 0.8], [0.0, 4.0])  # nothing is computed in less than no time
+    assert line(shares, [2 + 3 * share for share in shares]) == pytest.approx((2, 3))
+    assert line([0.2, 0.8], [5.0, 3.0]) == pytest.approx((4, 0))  # never less
+    assert line([0.5, 0.6], [1.0, 3.0]) == (2, 0)  # too near to tell
+    base, more = line([0.4, 0.8], [0.0, 4.0])  # nothing is computed in less than no time
     assert base == pytest.approx(0) and more == pytest.approx(2 / 0.6)
 
 
-def test_computing_is_measured_with_experts_found_where_memory_allows(
-    tiny: tuple[Path, Path, list[int]],
-) -> None:
+def decoded(misses: list[list[int]], n_filling: int) -> Decoded:
+    """Two layers, two experts of 100 bytes: what `ALONE`, `SEEN` and 0.01 s a byte filled give."""
+    numbers = np.array(misses)
+    shares = numbers.mean(axis=1, keepdims=True) / 2
+    experts = np.broadcast_to((0.2 + 0.1 * shares) / 2, numbers.shape)
+    alone = np.array(ALONE.request_seconds)[numbers]
+    waits = np.where(numbers > 0, alone + 0.03 + 0.02 * numbers - experts, 0.0)
+    filling = np.arange(len(misses)) < n_filling
+    n_bytes = 100.0 * numbers.sum(axis=1)
+    seconds = (waits + experts).sum(axis=1) + 0.1 + 0.06 * shares[:, 0]
+    return Decoded(seconds + 0.01 * n_bytes * filling, n_bytes, filling, numbers, waits, experts)
+
+
+ALONE = Rate(400.0, "measured", (0.0, 0.4, 0.5), 7.0)
+SEEN = ComputeTime(0.2, 0.1, experts_missing=0.1, other_missing=0.06, late=0.03, late_each=0.02)
+MISSES = [[0, 0], [1, 0], [2, 2], [0, 2], [1, 1], [0, 1]] * 12
+
+
+def test_decoded_tokens_say_what_computing_takes_and_what_delays_requests() -> None:
+    rate, compute = speeds_of(decoded([[2, 2], [2, 1], *MISSES], 2), ALONE, 2)
+    assert rate is not None and rate.request_seconds == ALONE.request_seconds
+    assert rate.filling_seconds_per_byte == pytest.approx(0.01)
+    assert asdict(compute) == pytest.approx(asdict(SEEN))
+    # A drive that was only said to be so fast has no requests to compare with.
+    given, compute = speeds_of(decoded(MISSES, 0), Rate(400.0, "given"), 2)
+    assert given == Rate(400.0, "given") and compute.late is None
+    assert compute.experts == pytest.approx(0.2) and compute.other == pytest.approx(0.1)
+    nothing, compute = speeds_of(decoded(MISSES, 0), None, 2)
+    assert nothing is None and compute.late is None
+
+
+def test_few_requests_say_nothing_about_what_delays_them() -> None:
+    rate, compute = speeds_of(decoded([[2, 2], [1, 2], [0, 0], [2, 1]], 1), ALONE, 2)
+    assert compute.late is None and rate is not None
+    assert compute.experts == pytest.approx(0.2)  # of tokens, as few requests found all
+    # A cache that never was full: all there is to see is what filled it.
+    rate, compute = speeds_of(decoded([[2, 2], [1, 2]], 2), ALONE, 2)
+    assert compute.late is None and rate is not None and rate.filling_seconds_per_byte < 0.02
+
+
+def test_a_drive_that_changes_while_it_is_timed_is_noticed() -> None:
+    even = decoded(MISSES, 0)
+    assert largest_change(even, ALONE, SEEN, 2) == pytest.approx(1)
+    half = np.arange(len(MISSES))[:, None] < len(MISSES) // 2
+    uneven = replace(even, waits=np.where(half, even.waits, 2 * even.waits + even.experts))
+    assert largest_change(uneven, ALONE, SEEN, 2) == pytest.approx(2)
+    short = decoded(MISSES[:1], 0)
+    assert largest_change(short, ALONE, SEEN, 2) == 1
+
+
+def test_tokens_are_timed_with_what_memory_allows(tiny: tuple[Path, Path, list[int]]) -> None:
     container, _, _ = tiny
-    limits = estimate(container, precision="fast")
-    wanted = limits.token_bytes + limits.min_cache_bytes
-    assert finding_cache(limits) == wanted
-    little = limits.min_total_bytes + wanted
-    assert finding_cache(replace(limits, available_bytes=little)) == wanted
-    assert finding_cache(replace(limits, available_bytes=little - 1)) == 0
-    _, notes = compute_time(container, replace(limits, available_bytes=0), None, TOP_K, None)
-    assert len(notes) == 1 and "memory has no room for those of one token (3.00 MiB)" in notes[0]
-    everything = replace(limits, all_experts_bytes=limits.token_bytes)
-    assert finding_cache(everything) == limits.token_bytes
+    limits = replace(estimate(container, precision="fast"), all_experts_bytes=4 << 30)
+    least = limits.token_bytes + limits.min_cache_bytes
+    for wanted in (256 << 20, least):
+        room = limits.min_total_bytes + wanted
+        assert decoding_cache(replace(limits, available_bytes=room)) == wanted
+    assert decoding_cache(replace(limits, available_bytes=room - 1)) == limits.min_cache_bytes
+    assert decoding_cache(replace(limits, all_experts_bytes=4 * least + 4)) == least + 1
+    assert decoding_cache(replace(limits, all_experts_bytes=least - 1)) == least - 1
+    little = replace(estimate(container, precision="fast"), available_bytes=0)
+    rate, compute, notes = measure_speeds(container, little, TOP_K, disk=None, compute=None)
+    assert rate is not None and compute is not None and compute.experts > 0
+    assert "memory has no room for those of one token (3.00 MiB)" in notes[0]
 
 
 def test_this_machine_is_measured(tiny: tuple[Path, Path, list[int]]) -> None:
@@ -280,7 +337,7 @@ def test_this_machine_is_measured(tiny: tuple[Path, Path, list[int]]) -> None:
     assert 0 <= rate.filling_seconds_per_byte < 1
     assert rate.bytes_per_second == pytest.approx(TOP_K * BLOCK / rate.request_seconds[TOP_K])
     result = simulate(path, container, expert_cache=[8 * BLOCK])
-    assert result.compute is not None and result.compute.stretch >= 1
+    assert result.compute is not None and result.compute.late is not None
     assert result.compute.experts > 0 and result.compute.other > 0
     assert result.rate is not None and result.rate.source == "measured"
     speed = result.results[0].tokens_per_second

@@ -20,21 +20,15 @@ from colibri_tools.container import Container
 from colibri_tools.container import open as open_container
 from colibri_tools.container.format import Stream
 from colibri_tools.engine import Memory, estimate
-from colibri_tools.errors import ColibriError, FormatError, UsageError
+from colibri_tools.errors import FormatError, UsageError
 from colibri_tools.native import ffi, lib
 from colibri_tools.output import format_bytes
 from colibri_tools.profile.file import RoutingProfile
 from colibri_tools.profile.fingerprint import container_fingerprint
+from colibri_tools.profile.measuring import measure_speeds
 from colibri_tools.profile.replay import Requests, replay, requests_of
 from colibri_tools.profile.routing import load_routing
-from colibri_tools.profile.speed import (
-    ComputeTime,
-    Rate,
-    finding_cache,
-    measure_compute,
-    measure_rate,
-    tokens_per_second,
-)
+from colibri_tools.profile.speed import ComputeTime, Rate, tokens_per_second
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +39,6 @@ __all__ = [
     "Replayed",
     "Simulation",
     "check_speeds",
-    "compute_time",
     "engine_replay",
     "main_rows",
     "mean_block",
@@ -159,8 +152,7 @@ def simulate(
     limits = estimate(model, ram_budget=NO_BUDGET, precision="fast")
     sizes += [(_checked_cache(size, limits), None) for size in expert_cache]
     top_k = experts.shape[2]
-    rate = measure_rate(model, top_k) if disk is None else Rate(disk, "given")
-    time, notes = compute_time(model, limits, compute, top_k, rate)
+    rate, time, notes = measure_speeds(model, limits, top_k, disk=disk, compute=compute)
     job = _Replay(os.fspath(model), rows, block_bytes, kept, routing, limits, rate, time)
     results = tuple(job.result(size, budget) for size, budget in sizes)
     if len(kept) < len(experts):
@@ -195,24 +187,6 @@ def check_speeds(disk: float | None, compute: float | None) -> None:
         raise UsageError(f"--disk: expected bytes per second above 0, found {disk:g}")
     if compute is not None and not 0 <= compute < math.inf:
         raise UsageError(f"--compute: expected seconds, 0 or more, found {compute:g}")
-
-
-def compute_time(
-    model: PathLike, limits: Memory, compute: float | None, top_k: int, rate: Rate | None
-) -> tuple[ComputeTime | None, list[str]]:
-    """Return a token's time, `compute` seconds or measured, and a note where it cannot be."""
-    if compute is not None:
-        return ComputeTime(0.0, compute), []
-    notes = []
-    if not finding_cache(limits):
-        notes.append(
-            "computing was timed with nearly all experts missing, as memory has no room for those "
-            f"of one token ({format_bytes(limits.token_bytes)}): it is faster where many are found"
-        )
-    try:
-        return measure_compute(model, limits, top_k, rate), notes
-    except ColibriError as error:
-        return None, [f"time to compute is left out, as it could not be measured: {error.message}"]
 
 
 # --- replaying ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 
 usage: bench_order.py [--out bench_order.md] [--folder .] [--minutes 14] [--rounds 3] [--pairs 4]
                       [--idle 15] [--sizes 100K,400K,1500K,5M] [--scale 1.0] [--cache 0.33]
-                      [--threads 2]
+                      [--threads 2] [--model FILE]... [--tokens 96]
 
 For each block size a random model of 0.9 to 1.5 GB is written whose routers answer to the token: an
 embedding is a direction of its own, plus one that all tokens of its half of the vocabulary share,
@@ -18,7 +18,12 @@ The model is profiled and reordered. First come --pairs of a prediction and a me
 tokens of the profile's trace are simulated, for which the drive, the first use of memory and
 computing are measured, and then decoded, in the order `id` without preloading. Both are processes
 of their own behind --idle seconds in which nothing runs, as a user would start them: by then a
-virtual machine may have given free memory back to its host.
+virtual machine may have given free memory back to its host. Another prediction follows the last
+measurement, so that each one lies between two. Where these differ by more than a tenth, the machine
+was not the same before and after, and the pair is in brackets. Nothing is left out.
+
+With --model, which may be given several times, there are pairs of these containers instead, on
+--tokens tokens of Zipf's law over the vocabulary, and no rounds.
 
 Then, unless --rounds is 0, every order x preload x text decodes the same tokens one by one, in
 turns, round after round, each in a process of its own whose memory is the cache and 512 MiB (a
@@ -48,6 +53,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +72,9 @@ from colibri_tools.container import (
     plan_container,
 )
 from colibri_tools.dtypes import dtype_by_name
-from colibri_tools.engine import Engine
+from colibri_tools.engine import Engine, estimate
 from colibri_tools.output import format_bytes, parse_size
+from colibri_tools.profile.file import load_profile
 from colibri_tools.profile.profiling import profile_routing
 from colibri_tools.profile.report import ordering_benefit
 from colibri_tools.profile.simulate import simulate
@@ -80,6 +87,7 @@ TEXTS = ("like", "unlike")
 ZIPF = 1.0
 DOMAIN, COMMON = 0.6, 0.4  # beside a token's own direction, of 1
 BESIDE_CACHE = 512 << 20
+STEADY = 1.1  # one prediction over another, of a machine that did not change
 
 
 @dataclass(frozen=True)
@@ -275,10 +283,9 @@ def touch(n_bytes: int) -> None:
 
 def predict(job: dict[str, Any]) -> dict[str, Any]:
     """Simulate and return what matters of it. `job` is what `run_job` was asked for."""
-    caches = [job["cache"]]
-    found = simulate(
-        job["profile"], job["path"], expert_cache=caches, max_choices=job["max_choices"]
-    )
+    profile = load_profile(Path(job["profile"]))
+    choices = job["n_tokens"] * profile.n_rows * profile.top_k
+    found = simulate(job["profile"], job["path"], expert_cache=[job["cache"]], max_choices=choices)
     if found.rate is None or found.compute is None:
         raise SystemExit(f"nothing was measured: {found.notes}")
     return {
@@ -286,6 +293,7 @@ def predict(job: dict[str, Any]) -> dict[str, Any]:
         "hit_rate": found.results[0].hit_rates["engine"],
         "bytes_per_second": found.rate.bytes_per_second,
         "filling": found.rate.filling_seconds_per_byte,
+        "notes": [note for note in found.notes if "of the trace" not in note],
     }
 
 
@@ -383,14 +391,14 @@ def run_job(job: dict[str, Any], limit: Limit | None) -> dict[str, Any]:
 
 @dataclass
 class Results:
-    """What was measured of one size: rows of tables, made anew after each round."""
+    """What was measured of one size or model: rows of tables, made anew after each round."""
 
     name: str
-    shape: Shape
     about: str = ""
     found: dict[tuple[str, bool, str], list[dict[str, Any]]] = field(default_factory=dict)
     n_rounds: int = 0
-    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    predicted: list[dict[str, Any]] = field(default_factory=list)
+    measured: list[dict[str, Any]] = field(default_factory=list)
     prefetched: list[float] = field(default_factory=list)
 
     def rows(self) -> list[str]:
@@ -407,19 +415,21 @@ class Results:
 
     def prediction_rows(self) -> list[str]:
         """Predicted and measured: medians of all pairs, and how far apart each pair is."""
-        if not self.pairs:
+        if not self.measured:
             return []
-        predicted = [float(p["tokens_per_second"]) for p, _ in self.pairs]
-        measured = [float(m["tokens_per_second"]) for _, m in self.pairs]
-        off = [100 * (p / m - 1) for p, m in zip(predicted, measured, strict=True)]
-        drive = [p["bytes_per_second"] / 1e9 for p, _ in self.pairs]
-        filling = [1e-9 / (1 / p["bytes_per_second"] + p["filling"]) for p, _ in self.pairs]
-        simulated, found = self.pairs[0]
-        waiting = statistics.median(float(m["wait_share"]) for _, m in self.pairs)
+        predicted = [float(p["tokens_per_second"]) for p in self.predicted]
+        measured = [float(m["tokens_per_second"]) for m in self.measured]
+        off = [100 * (p / m - 1) for p, m in zip(predicted, measured, strict=False)]
+        steady = [max(pair) / min(pair) <= STEADY for pair in pairwise(predicted)]
+        each = (f"{x:+.0f}" if same else f"({x:+.0f})" for x, same in zip(off, steady, strict=True))
+        drive = [p["bytes_per_second"] / 1e9 for p in self.predicted]
+        filling = [1e-9 / (1 / p["bytes_per_second"] + p["filling"]) for p in self.predicted]
+        simulated, found = self.predicted[0], self.measured[0]
+        waiting = statistics.median(float(m["wait_share"]) for m in self.measured)
         return [
             f"| {self.name} | {statistics.median(predicted):.1f} | "
             f"{statistics.median(measured):.1f} | {statistics.median(off):+.0f} % | "
-            f"{', '.join(f'{percent:+.0f}' for percent in off)} | "
+            f"{', '.join(each)} | "
             f"{simulated['hit_rate']:.2%} | {found['hit_rate']:.2%} | {waiting:.0%} | "
             f"{statistics.median(drive):.2f} ({min(drive):.2f}-{max(drive):.2f}) | "
             f"{statistics.median(filling):.2f} ({min(filling):.2f}-{max(filling):.2f}) |"
@@ -446,101 +456,124 @@ def _cells(results: list[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model in every order, its profile and that one's text, and bytes of all experts."""
+    """A model in every order, its profile and that one's text, of which `n_tokens` are decoded."""
 
     paths: dict[str, Path]
     profile: Path
     text: list[int]
+    n_tokens: int
     all_bytes: int
-    benefit: str
+    about: str
 
 
 def prepare(
-    folder: Path, name: str, shape: Shape, n_profiled: int, orders: Sequence[str]
+    folder: Path, name: str, path: Path, tokens: list[int], n_tokens: int, orders: Sequence[str]
 ) -> Prepared:
-    paths = {order: folder / f"{name}-{order}.colibri" for order in orders}
-    write_model(paths["id"], shape)
-    ids = folder / f"{name}.ids"
-    tokens = text("like", n_profiled, seed=1)
+    """Profile the container `path` on `tokens` and write it in the orders but the first."""
+    paths = {ORDERS[0]: path} | {o: folder / f"{name}-{o}.colibri" for o in orders[1:]}
+    ids, profile = folder / f"{name}.ids", folder / f"{name}.profile"
     ids.write_text(",".join(map(str, tokens)))
-    profile = folder / f"{name}.profile"
     files = [("like", ids)]
-    result = profile_routing(paths["id"], profile, token_files=files, trace=True, force=True)
+    result = profile_routing(path, profile, token_files=files, trace=True, force=True)
     p = result.report.profile
     for order in orders[1:]:
-        reorder(paths["id"], paths[order], routing=profile, order=order, force=True)
-    for path in paths.values():
-        drop_pages(path)
-    with Engine(paths["id"], ctx=8, threads=1) as engine:
-        all_bytes = engine.memory.all_experts_bytes
+        reorder(path, paths[order], routing=profile, order=order, force=True)
+    for each in paths.values():
+        drop_pages(each)
+    with Engine(path, ctx=8, threads=1) as engine:
+        info, all_bytes = engine.info, engine.memory.all_experts_bytes
     benefit = ordering_benefit(coverage(p.counts(), p.mask()), held_out(p))[1]
-    return Prepared(paths, profile, tokens, all_bytes, benefit)
+    about = (
+        f"{info.n_moe_layers} layers x {info.max_experts} experts, top {info.top_k}, {n_tokens} "
+        f"tokens; experts {format_bytes(all_bytes)}; {benefit}"
+    )
+    return Prepared(paths, profile, tokens, n_tokens, all_bytes, about)
 
 
-def run_pair(
+def zipf_text(path: Path, n: int) -> list[int]:
+    """Tokens of Zipf's law over the whole vocabulary of a container."""
+    vocab = estimate(path).vocab_size
+    random = np.random.default_rng(1)
+    ids = random.permutation(vocab)
+    chance = 1 / np.arange(1, vocab + 1) ** ZIPF
+    return [int(i) for i in ids[random.choice(vocab, n, p=chance / chance.sum())]]
+
+
+def run_pairs(
     args: argparse.Namespace, results: Results, model: Prepared, cache: int, limit: Limit
 ) -> None:
-    """Simulate the first tokens of the trace, then decode them."""
-    shape, job = results.shape, {"path": str(model.paths["id"]), "cache": cache}
-    choices = shape.n_tokens * shape.n_layers * shape.top_k
-    profile = {"profile": str(model.profile), "max_choices": choices}
-    time.sleep(args.idle)
-    predicted = run_job(job | profile, None)
-    job |= {"preload": False, "tokens": model.text[: shape.n_tokens], "touch": False}
-    time.sleep(args.idle)
-    measured = run_job(job | {"threads": args.threads, "prefetch": 0}, limit)
-    results.pairs.append((predicted, measured))
-    print(
-        f"{results.name}: predicted {predicted['tokens_per_second']:.1f}, measured "
-        f"{measured['tokens_per_second']:.1f} tokens/s",
-        file=sys.stderr,
-    )
+    """Simulate the first tokens of the trace and decode them, by turns; simulate once more."""
+    path = model.paths[ORDERS[0]]
+    for i in range(2 * args.pairs + 1 if args.pairs else 0):
+        time.sleep(args.idle if i else 2 * args.idle)  # the page cache had more than a run frees
+        job = {"path": str(path), "cache": cache}
+        if i % 2:
+            job |= {"preload": False, "tokens": model.text[: model.n_tokens], "touch": False}
+            job |= {"threads": args.threads, "prefetch": 0}
+            results.measured.append(run_job(job, limit))
+            what, found = "measured", results.measured[-1]
+        else:
+            job |= {"profile": str(model.profile), "n_tokens": model.n_tokens}
+            results.predicted.append(run_job(job, None))
+            what, found = "predicted", results.predicted[-1]
+        speed = f"{found['tokens_per_second']:.1f} tokens/s"
+        notes = "; ".join(("", *found.get("notes", ())))
+        print(f"{results.name}: {what} {speed}{notes}", file=sys.stderr, flush=True)
 
 
 def run_round(
     args: argparse.Namespace, results: Results, model: Prepared, cache: int, limit: Limit
 ) -> None:
-    shape = results.shape
     job: dict[str, Any] = {"cache": cache, "threads": args.threads, "prefetch": 0, "touch": True}
     for kind in TEXTS:
-        job["tokens"] = text(kind, shape.n_tokens, seed=100 + results.n_rounds)
+        job["tokens"] = text(kind, model.n_tokens, seed=100 + results.n_rounds)
         for preload in (False, True):
             for order in ORDERS:
                 job |= {"path": str(model.paths[order]), "preload": preload}
                 results.found.setdefault((order, preload, kind), []).append(run_job(job, limit))
     job |= {"path": str(model.paths["id"]), "preload": False, "prefetch": 1}
-    job["tokens"] = text("like", shape.n_tokens, seed=100 + results.n_rounds)
+    job["tokens"] = text("like", model.n_tokens, seed=100 + results.n_rounds)
     results.prefetched.append(run_job(job, limit)["tokens_per_second"])
     results.n_rounds += 1
 
 
-def bench(args: argparse.Namespace, folder: Path, results: Results, end: float) -> Iterator[None]:
-    """Measure one size: pairs, and rounds until `end`, one at least. Yields after each round."""
-    shape, name = results.shape, results.name
-    model = prepare(folder, name, shape, args.profiled, ORDERS if args.rounds else ORDERS[:1])
+def bench(
+    args: argparse.Namespace, results: Results, model: Prepared, end: float
+) -> Iterator[None]:
+    """Measure pairs, and rounds until `end`, one at least. Yields after pairs and each round."""
     cache = int(args.cache * model.all_bytes)
     with Limit(cache + BESIDE_CACHE) as limit:
         where = "none" if limit.path is None else format_bytes(cache + BESIDE_CACHE)
         results.about = (
-            f"- {name}: {shape.n_layers} layers x {shape.n_experts} experts, top {shape.top_k}, "
-            f"{shape.n_tokens} tokens; experts {format_bytes(model.all_bytes)}, cache "
-            f"{format_bytes(cache)}, memory limit {where}; {model.benefit}"
+            f"- {results.name}: {model.about}; cache {format_bytes(cache)}, memory limit {where}"
         )
-        for i in range(args.pairs):
-            if i == 0:
-                time.sleep(args.idle)  # the page cache had the models, much more than a run frees
-            run_pair(args, results, model, cache, limit)
+        run_pairs(args, results, model, cache, limit)
         yield
         for _ in range(args.rounds):
             start = time.monotonic()
             run_round(args, results, model, cache, limit)
             backend = next(iter(results.found.values()))[0]["backend"]
-            print(f"{name}: round {results.n_rounds}, read by {backend}", file=sys.stderr)
+            print(f"{results.name}: round {results.n_rounds}, read by {backend}", file=sys.stderr)
             yield
             if time.monotonic() + (time.monotonic() - start) > end:
                 break
-    for path in model.paths.values():
-        path.unlink()
+
+
+def models(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Prepared]]:
+    """The models to measure, one after the other; those that are made are removed again."""
+    for path in args.model:
+        tokens = zipf_text(path, args.tokens)
+        yield path.stem, prepare(folder, path.stem, path, tokens, args.tokens, ORDERS[:1])
+    for size in [] if args.model else args.sizes:
+        name, shape = format_bytes(size), SHAPES[size].scaled(args.scale)
+        path = folder / f"{name}-{ORDERS[0]}.colibri"
+        write_model(path, shape)
+        orders = ORDERS if args.rounds else ORDERS[:1]
+        tokens = text("like", args.profiled, seed=1)
+        model = prepare(folder, name, path, tokens, shape.n_tokens, orders)
+        yield name, model
+        for each in model.paths.values():
+            each.unlink()
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -591,6 +624,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--idle", type=float, default=15.0, help="seconds before each of these")
     parser.add_argument("--cache", type=float, default=0.33, help="share of all experts")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", type=Path, action="append", default=[], help="pairs of it")
+    parser.add_argument("--tokens", type=int, default=96, help="of --model")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -603,17 +638,20 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clean up
     deadline = time.monotonic() + 60 * args.minutes
-    sizes = list(map(parse_size, args.sizes.split(",")))
-    if not set(sizes) <= SHAPES.keys():
+    args.sizes = list(map(parse_size, args.sizes.split(",")))
+    if not set(args.sizes) <= SHAPES.keys():
         raise SystemExit(f"--sizes: expected some of {', '.join(map(format_bytes, SHAPES))}")
+    if args.model and args.rounds:
+        raise SystemExit("--model: give --rounds 0, as there are pairs only")
+    left = len(args.model or args.sizes)
     all_results: list[Results] = []
     with tempfile.TemporaryDirectory(prefix="bench-order-", dir=args.folder) as folder:
-        for i, size in enumerate(sizes):
-            shape = SHAPES[size].scaled(args.scale)
-            all_results.append(Results(format_bytes(size), shape))
-            end = time.monotonic() + (deadline - time.monotonic()) / (len(sizes) - i)
-            for _ in bench(args, Path(folder), all_results[-1], end):
+        for name, model in models(args, Path(folder)):
+            all_results.append(Results(name))
+            end = time.monotonic() + (deadline - time.monotonic()) / left
+            for _ in bench(args, all_results[-1], model, end):
                 write_tables(args.out, args, all_results)
+            left -= 1
     print(args.out.read_text(), end="")
 
 
