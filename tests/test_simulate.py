@@ -291,6 +291,9 @@ def test_decoded_tokens_say_what_computing_takes_and_what_delays_requests() -> N
     assert compute.experts == pytest.approx(0.2) and compute.other == pytest.approx(0.1)
     nothing, compute = speeds_of(decoded(MISSES, 0), None, 2)
     assert nothing is None and compute.late is None
+    dense = np.zeros((3, 0))
+    tokens = Decoded(np.ones(3), np.zeros(3), np.zeros(3, bool), dense.astype(int), dense, dense)
+    assert speeds_of(tokens, None, 0) == (None, ComputeTime(0.0, 1.0))
 
 
 def test_few_requests_say_nothing_about_what_delays_them() -> None:

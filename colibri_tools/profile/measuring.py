@@ -82,14 +82,13 @@ def measure_speeds(
     if decoded is None:
         return rate, None if compute is None else ComputeTime(0.0, compute), notes
     rate, found = speeds_of(decoded, rate, top_k)
-    change = (
-        1.0 if rate is None or disk is not None else largest_change(decoded, rate, found, top_k)
-    )
-    if change > _STEADY:
-        notes.append(
-            f"the same requests took up to {change:.2g} times as long as at other moments: speeds "
-            "will vary as much"
-        )
+    if rate is not None and disk is None:
+        change = largest_change(decoded, rate, found, top_k)
+        if change > _STEADY:
+            notes.append(
+                f"the same requests took up to {change:.2g} times as long as at other moments: "
+                "speeds will vary as much"
+            )
     return rate, found, notes
 
 
@@ -215,8 +214,8 @@ def _decode(model: PathLike, limits: Memory, cache: int) -> Decoded:
             if n_full == 0:
                 full_at = time.monotonic()
     of_tokens = np.array(tokens, np.float64).T
-    of_requests = np.moveaxis(np.array(requests, np.float64).reshape(len(ids), -1, 3), 2, 0)
-    misses, waits, experts = of_requests
+    of_requests = np.array(requests, np.float64).reshape(len(ids), len(requests[0]), 3)
+    misses, waits, experts = np.moveaxis(of_requests, 2, 0)
     return Decoded(
         of_tokens[0], of_tokens[1], of_tokens[2] > 0, misses.astype(np.int64), waits, experts
     )
@@ -245,8 +244,8 @@ def speeds_of(decoded: Decoded, rate: Rate | None, top_k: int) -> tuple[Rate | N
     all this while the cache filled.
     """
     full = ~decoded.filling if not decoded.filling.all() else decoded.filling
-    shares = decoded.misses.mean(axis=1) / max(top_k, 1)
     n_rows = decoded.misses.shape[1]
+    shares = decoded.misses.sum(axis=1) / max(n_rows * top_k, 1)
     other, other_missing = line_through(shares[full], decoded.others[full])
     found = (decoded.misses == 0) & full[:, None]
     if found.sum() >= _LEAST_REQUESTS:

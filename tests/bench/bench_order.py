@@ -474,7 +474,9 @@ def prepare(
     ids, profile = folder / f"{name}.ids", folder / f"{name}.profile"
     ids.write_text(",".join(map(str, tokens)))
     files = [("like", ids)]
-    result = profile_routing(path, profile, token_files=files, trace=True, force=True)
+    result = profile_routing(
+        path, profile, token_files=files, trace=True, force=True, precision="fast"
+    )
     p = result.report.profile
     for order in orders[1:]:
         reorder(path, paths[order], routing=profile, order=order, force=True)
