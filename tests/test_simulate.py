@@ -266,13 +266,13 @@ def decoded(misses: list[list[int]], n_filling: int) -> Decoded:
     """Two layers, two experts of 100 bytes: what `ALONE`, `SEEN` and 0.01 s a byte filled give."""
     numbers = np.array(misses)
     shares = numbers.mean(axis=1, keepdims=True) / 2
-    experts = np.broadcast_to((0.2 + 0.1 * shares) / 2, numbers.shape)
+    experts = (0.2 + 0.1 * shares) / 2 + 0.02 * (numbers > 0)
     alone = np.array(ALONE.request_seconds)[numbers]
-    waits = np.where(numbers > 0, alone + 0.03 + 0.02 * numbers - experts, 0.0)
     filling = np.arange(len(misses)) < n_filling
-    n_bytes = 100.0 * numbers.sum(axis=1)
+    first_use = 0.01 * 100 * numbers * filling[:, None]
+    waits = np.where(numbers > 0, alone + 0.03 + 0.02 * numbers - experts + first_use, 0.0)
     seconds = (waits + experts).sum(axis=1) + 0.1 + 0.06 * shares[:, 0]
-    return Decoded(seconds + 0.01 * n_bytes * filling, n_bytes, filling, numbers, waits, experts)
+    return Decoded(seconds, 100.0 * numbers.sum(axis=1), filling, numbers, waits, experts)
 
 
 ALONE = Rate(400.0, "measured", (0.0, 0.4, 0.5), 7.0)
