@@ -219,7 +219,10 @@ class _Model:
         return notes
 
     def by_misses(self, memory: Memory) -> list[float]:
-        """Return how many requests of a token are expected to miss 0, 1, ... top_k experts."""
+        """Return how many requests of a token are expected to miss 0, 1, ... top_k experts.
+
+        Once the cache is full, where the trace fills it.
+        """
         n_rows = len(self.rows)
         share = memory.cache_bytes / max(memory.all_experts_bytes, 1)
         if self.profile is not None and self.profile.trace is not None:
@@ -227,7 +230,7 @@ class _Model:
                 return [n_rows, *[0.0] * self.top_k]
             experts = self.profile.trace.experts[:_MAX_TOKENS]
             found = engine_replay(self.path, experts, self.rows, memory.cache_bytes)
-            return [n / len(experts) for n in found.by_misses]
+            return found.in_the_long_run(n_rows)
         if self.profile is not None and share < 1:
             share = coverage_at(coverage_curve(self.profile.counts(), self.profile.mask()), share)
         return [n_rows * chance for chance in _binomial(self.top_k, 1 - min(share, 1.0))]

@@ -32,7 +32,7 @@ from colibri_tools.profile.measuring import (
 )
 from colibri_tools.profile.profiling import profile_routing
 from colibri_tools.profile.replay import replay, requests_of
-from colibri_tools.profile.simulate import engine_replay, simulate
+from colibri_tools.profile.simulate import Replayed, engine_replay, simulate
 from colibri_tools.profile.speed import ComputeTime, Rate, tokens_per_second
 from colibri_tools.repack import repack
 from colibri_tools.rewrite import reorder
@@ -162,6 +162,13 @@ def test_a_replay_tells_filling_from_a_full_cache(tiny: tuple[Path, Path, list[i
     )
     whole = engine_replay(container, experts_of(path), range(N_ROWS), N_BLOCKS * BLOCK)
     assert sum(whole.full) == 0 and whole.misses <= N_BLOCKS
+
+
+def test_the_long_run_is_what_comes_once_the_cache_is_full() -> None:
+    filled = Replayed(5, 7, 700, filling=(0, 1, 2), full=(4, 2, 0))
+    assert filled.in_the_long_run(3) == pytest.approx([2, 1, 0])
+    never = Replayed(1, 5, 500, filling=(0, 1, 2), full=(0, 0, 0))
+    assert never.in_the_long_run(3) == pytest.approx([0, 1, 2])
 
 
 def test_a_cache_that_holds_all_experts_is_as_fast_as_computing(
@@ -408,9 +415,11 @@ def test_plans_split_budgets_and_use_what_is_known_of_routing(
     assert large.hit_rate == 1 and large.tokens_per_second is None
     replayed = plan_memory(container, [40 << 20], disk=1e9, routing=path).budgets[0]
     found = engine_replay(container, experts_of(path), range(N_ROWS), small.memory.cache_bytes)
-    assert replayed.hit_rate == pytest.approx(found.hit_rate)
-    assert found.hit_rate > small.hit_rate  # type: ignore[operator]
-    assert replayed.bytes_per_token == pytest.approx(found.bytes_read / len(experts_of(path)))
+    missed = sum(m * n for m, n in enumerate(found.full)) / sum(found.full)  # once it is full
+    assert replayed.hit_rate == pytest.approx(1 - missed / TOP_K)
+    assert replayed.hit_rate is not None and replayed.hit_rate != pytest.approx(found.hit_rate)
+    assert found.hit_rate > small.hit_rate
+    assert replayed.bytes_per_token == pytest.approx(missed * N_ROWS * BLOCK)
     computed = plan_memory(container, [80 << 20], disk=1e9, compute=0.02).budgets[0]
     assert computed.tokens_per_second == pytest.approx(50)
     too_small = plan_memory(container, [1 << 20, 40 << 20], disk=1e9)

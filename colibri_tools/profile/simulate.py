@@ -305,6 +305,14 @@ class Replayed:
         """All requests, by how many experts they missed."""
         return tuple(map(sum, zip(self.filling, self.full, strict=True)))
 
+    def in_the_long_run(self, n_requests: int) -> list[float]:
+        """How many of a token's requests miss 0, 1, ... top_k experts once the cache is full.
+
+        Of a replay that did not fill it, all requests are all there is to go by.
+        """
+        counts = self.full if any(self.full) else self.by_misses
+        return [n_requests * n / sum(counts) for n in counts]
+
     @property
     def hit_rate(self) -> float:
         """Share of chosen experts that were in memory."""
