@@ -97,6 +97,7 @@ def make_profile(
         inputs={"gate": rng.random((r, e, 8)), "down": rng.random((r, e, 4))},
         trace=Trace(experts, rng.random((n, r, TOP_K), np.float32), domain, phase, start),
         made_by="colibri-tools test",
+        precision="fast",
     )
 
 
@@ -227,6 +228,8 @@ def test_merging_is_addition() -> None:
     assert {merged.domains[d] for d in merged.trace.domain[40:]} == {"prose", "maths"}
     assert len(merged.texts) == 2
     assert np.allclose(merged.inputs["gate"], a.inputs["gate"] + b.inputs["gate"])
+    assert merged.precision == "fast"
+    assert not merge_profiles([a, replace(b, precision="exact")])[0].precision
 
 
 def test_merging_says_what_it_cannot_keep() -> None:

@@ -19,7 +19,7 @@ from colibri_tools.engine import Engine, estimate
 from colibri_tools.errors import FormatError, UsageError
 from colibri_tools.output import counted, format_speed, parse_rate
 from colibri_tools.plan import plan_memory
-from colibri_tools.profile.file import RoutingProfile, load_profile
+from colibri_tools.profile.file import RoutingProfile, load_profile, save_profile
 from colibri_tools.profile.measuring import (
     Decoded,
     decoding_cache,
@@ -364,7 +364,22 @@ def test_long_traces_are_cut_and_said_to_be(tiny: tuple[Path, Path, list[int]]) 
         path, container, expert_cache=[8 * BLOCK], disk=1e9, compute=0.0, max_choices=50 * TOKEN
     )
     assert (result.n_tokens, result.trace_tokens) == (50, 400)
-    assert result.notes == ("the first 50 of 400 tokens of the trace are replayed",)
+    assert result.notes[1:] == ("the first 50 of 400 tokens of the trace are replayed",)
+
+
+def test_a_profile_in_another_precision_than_runs_have_is_named(
+    tiny: tuple[Path, Path, list[int]], tmp_path: Path
+) -> None:
+    container, path, ids = tiny
+    given: dict[str, Any] = {"expert_cache": [8 * BLOCK], "disk": 1e9, "compute": 0.0}
+    assert "experts are those of exact precision" in simulate(path, container, **given).notes[0]
+    (tmp_path / "ids").write_text(",".join(map(str, ids[:40])))
+    files, fast = [("a", tmp_path / "ids")], tmp_path / "fast"
+    profile_routing(container, fast, token_files=files, trace=True, precision="fast")
+    assert (load_profile(path).precision, load_profile(fast).precision) == ("exact", "fast")
+    assert simulate(fast, container, **given).notes == ()
+    save_profile(replace(load_profile(path), precision=""), tmp_path / "unknown")
+    assert simulate(tmp_path / "unknown", container, **given).notes == ()
 
 
 def test_what_cannot_be_simulated_is_refused(

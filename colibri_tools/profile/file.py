@@ -99,6 +99,7 @@ class RoutingProfile:
       the ones then chosen. Zeros where nothing was predicted.
     - `inputs` (importance), where collected: sums of squares float64 of what the experts
       multiply: "gate" [R, E, hidden] and "down" [R, E, width].
+    - `precision` is what experts were chosen in, "exact" or "fast"; empty: not known, or both.
     """
 
     fingerprint: str
@@ -118,6 +119,7 @@ class RoutingProfile:
     inputs: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
     trace: Trace | None = None
     made_by: str = ""
+    precision: str = ""
 
     @property
     def n_rows(self) -> int:
@@ -231,6 +233,7 @@ def _meta(profile: RoutingProfile) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "made_by": profile.made_by,
+        "precision": profile.precision,
         "fingerprint": profile.fingerprint,
         "family": profile.family,
         "top_k": profile.top_k,
@@ -384,6 +387,7 @@ def _assemble(
             },
             trace=trace,
             made_by=_string(meta.get("made_by", "")),
+            precision=_string(meta.get("precision", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: {_META}: {error!r}") from error
@@ -501,6 +505,7 @@ def merge_profiles(profiles: Sequence[RoutingProfile]) -> tuple[RoutingProfile, 
             if all(name in p.inputs for p in profiles)
         },
         trace=_join_traces(profiles, domains),
+        precision=first.precision if len({p.precision for p in profiles}) == 1 else "",
     )
     notes = []
     if merged.trace is None and any(p.trace is not None for p in profiles):

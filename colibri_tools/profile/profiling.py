@@ -342,7 +342,8 @@ class _Job:
         )
         made_by = f"colibri-tools {__version__}"
         texts = tuple(t.record for t in self.inputs)
-        return Totals(replace(nothing, texts=texts, made_by=made_by), self.settings.trace)
+        nothing = replace(nothing, texts=texts, made_by=made_by, precision=self.settings.precision)
+        return Totals(nothing, self.settings.trace)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -155,6 +155,11 @@ def simulate(
     rate, time, notes = measure_speeds(model, limits, top_k, disk=disk, compute=compute)
     job = _Replay(os.fspath(model), rows, block_bytes, kept, routing, limits, rate, time)
     results = tuple(job.result(size, budget) for size, budget in sizes)
+    if routing.precision == "exact":
+        notes.append(
+            "the profile's experts are those of exact precision; run decodes in fast precision "
+            "unless told otherwise and chooses a few others: profile-routing --precision fast"
+        )
     if len(kept) < len(experts):
         notes.append(f"the first {len(kept)} of {len(experts)} tokens of the trace are replayed")
     return Simulation(
