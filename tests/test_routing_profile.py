@@ -204,6 +204,9 @@ def test_broken_files_are_refused_in_one_line(tmp_path: Path, name: str) -> None
         {"layers": [0]},
         {"n_experts": "6"},
         {"top_k": 0},
+        {"precision": "bf16"},
+        {"precision": 1},
+        {"precision": ["fast"]},
     ],
 )
 def test_broken_documents_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:

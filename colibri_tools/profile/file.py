@@ -387,10 +387,16 @@ def _assemble(
             },
             trace=trace,
             made_by=_string(meta.get("made_by", "")),
-            precision=_string(meta.get("precision", "")),
+            precision=_precision(meta.get("precision", "")),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: {_META}: {error!r}") from error
+
+
+def _precision(value: Any) -> str:
+    if value not in ("", "exact", "fast"):
+        raise ValueError(f"precision is {quote(value)}, expected exact, fast or nothing")
+    return _string(value)
 
 
 def _string(value: Any) -> str:

@@ -68,7 +68,7 @@ def measure_speeds(
     """
     decoded, notes = None, []
     if compute is None:
-        if decoding_cache(limits) < limits.token_bytes:
+        if decoding_cache(limits) < min(limits.token_bytes, limits.all_experts_bytes):
             notes.append(
                 "computing was timed with nearly all experts missing, as memory has no room for "
                 f"those of one token ({format_bytes(limits.token_bytes)}): it is faster where many "

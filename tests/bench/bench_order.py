@@ -73,6 +73,7 @@ from colibri_tools.container import (
 )
 from colibri_tools.dtypes import dtype_by_name
 from colibri_tools.engine import Engine, estimate
+from colibri_tools.errors import ColibriError
 from colibri_tools.output import format_bytes, parse_size
 from colibri_tools.profile.file import load_profile
 from colibri_tools.profile.profiling import profile_routing
@@ -643,6 +644,9 @@ def main() -> None:
     args.sizes = list(map(parse_size, args.sizes.split(",")))
     if not set(args.sizes) <= SHAPES.keys():
         raise SystemExit(f"--sizes: expected some of {', '.join(map(format_bytes, SHAPES))}")
+    for name, least in (("pairs", 0), ("rounds", 0), ("idle", 0), ("tokens", 1)):
+        if not getattr(args, name) >= least:
+            raise SystemExit(f"--{name}: expected at least {least}, found {getattr(args, name)}")
     if args.model and args.rounds:
         raise SystemExit("--model: give --rounds 0, as there are pairs only")
     left = len(args.model or args.sizes)
@@ -662,3 +666,5 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except ColibriError as error:
+        sys.exit(f"error: {error.message}")
