@@ -340,6 +340,9 @@ def test_tokens_are_timed_with_what_memory_allows(tiny: tuple[Path, Path, list[i
     rate, compute, notes = measure_speeds(container, little, TOP_K, disk=None, compute=None)
     assert rate is not None and compute is not None and compute.experts > 0
     assert "memory has no room for those of one token (3.00 MiB)" in notes[0]
+    few = replace(limits, all_experts_bytes=least, token_bytes=least + 1)  # blocks of several sizes
+    _, _, notes = measure_speeds(container, few, TOP_K, disk=1e9, compute=None)
+    assert notes == []
 
 
 def test_this_machine_is_measured(tiny: tuple[Path, Path, list[int]]) -> None:
